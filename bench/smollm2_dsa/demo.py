@@ -1,0 +1,248 @@
+"""The same prompt and seed three times through plain ``mlx_lm.generate``.
+
+    python bench/smollm2_dsa/demo.py
+
+Stock, with ``MLX_SINKS=1``, and dense (indexer off); then what each arm keeps, its
+perplexity of a given text past index_topk, and how much its text repeats itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import AutoTokenizer
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from blas import with_fast_blas  # noqa: E402
+from build import build  # noqa: E402
+
+INDEX_TOPK = 128
+CONTEXT = 8192
+TEXT_TOKENS = 512
+BLOCK = 100
+N = 4
+PROMPT = "Explain in detail, step by step, how a lighthouse works and why ships need one."
+RULE = "=" * 10  # mlx_lm.generate prints one before the text and one after it
+ARMS = {
+    "stock": ("smollm2-dsa", {}),
+    "sinks": ("smollm2-dsa", {"MLX_SINKS": "1"}),
+    "dense": ("smollm2-dsa-dense", {}),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--build", type=Path, default=Path("build"), help="work folder")
+    parser.add_argument("--source", default="index", help="as in build.py")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=300)
+    parser.add_argument("--temp", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sampling")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    try:
+        build(options.build / "smollm2-dsa", options.source, INDEX_TOPK, seed=0)
+        build(options.build / "smollm2-dsa-dense", options.source, CONTEXT, seed=0)
+        result = run_arms(options, console)
+    except subprocess.CalledProcessError as error:
+        print(f"demo.py: failed: {error}\n{error.stderr or ''}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(f"demo.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    text = json.dumps(result, indent=2)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+    if options.json:
+        print(text)
+    else:
+        show(result, Console())
+    return 0
+
+
+def run_arms(options: argparse.Namespace, console: Console) -> dict:
+    """Generate with each arm, the perplexities beside them on the other core."""
+    tokenizer = AutoTokenizer.from_pretrained(options.build / "smollm2-dsa")
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar, ThreadPoolExecutor() as pool, Children() as children:
+        waiting = pool.submit(
+            perplexities,
+            options.build / "smollm2-dsa",
+            children,
+            bar,
+            bar.add_task("perplexity of a text, three arms", total=None),
+        )
+        arms = {}
+        for arm, (folder, variables) in ARMS.items():
+            task = bar.add_task(f"mlx_lm.generate, {arm}", total=options.max_tokens)
+            command = generate_command(options.build / folder, options)
+            text = generate(command, variables, children, lambda: bar.advance(task))
+            bar.update(task, completed=options.max_tokens)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            arms[arm] = {
+                "command": " ".join([*(f"{n}={v}" for n, v in variables.items())])
+                + (" " if variables else "")
+                + f"mlx_lm.generate --model {options.build / folder} …",
+                "text": text,
+                "repeated_4_grams": repeated_share(ids),
+            }
+        measured = waiting.result()
+    for row in measured.pop("rows"):
+        arms[row["arm"]] |= {
+            name: row[name] for name in ("perplexity", "times_dense", "sinks_kept")
+        }
+    asked = {name: getattr(options, name) for name in ("prompt", "temp", "seed")}
+    return {**measured, **asked, "block": BLOCK, "arms": arms}
+
+
+def generate_command(folder: Path, options: argparse.Namespace) -> list[str]:
+    """The plain upstream command, from the environment that this script runs in."""
+    return [
+        str(Path(sys.executable).with_name("mlx_lm.generate")),
+        "--trust-remote-code",
+        f"--model={folder}",
+        f"--prompt={options.prompt}",
+        f"--max-tokens={options.max_tokens}",
+        f"--temp={options.temp}",
+        f"--seed={options.seed}",
+    ]
+
+
+def generate(
+    command: list[str], variables: dict[str, str], children: Children, step
+) -> str:
+    """Run the command as a user would, and return the text between its rules."""
+    process = children.start(command, variables)
+    pieces = []
+    # The command writes about one piece a token.
+    while piece := os.read(process.stdout.fileno(), 4096):
+        pieces.append(piece)
+        step()
+    children.finish(process)
+    output = b"".join(pieces).decode()
+    return output.split(RULE)[1].strip()
+
+
+def perplexities(folder: Path, children: Children, bar: Progress, task: int) -> dict:
+    """The figures of perplexity.py for the same folder, in a process of its own."""
+    script = str(HERE / "perplexity.py")
+    command = [sys.executable, script, f"--model={folder}", f"--tokens={TEXT_TOKENS}"]
+    process = children.start([*command, "--json"], {"MLX_SINKS_QUIET": "1"})
+    output = process.stdout.read()
+    children.finish(process)
+    bar.update(task, total=1, completed=1)
+    return json.loads(output)
+
+
+def repeated_share(ids: list[int]) -> list[float]:
+    """Share of tokens in each block of 100 that lie in a 4-gram seen before.
+
+    A 4-gram counts as seen where the same four tokens stand anywhere earlier in the
+    text. A last block of under half the length joins the one before it.
+    """
+    seen: set[tuple[int, ...]] = set()
+    repeated = [False] * len(ids)
+    for start in range(len(ids) - N + 1):
+        gram = tuple(ids[start : start + N])
+        if gram in seen:
+            repeated[start : start + N] = [True] * N
+        seen.add(gram)
+    blocks = max(1, (len(ids) + BLOCK // 2) // BLOCK)
+    cuts = [*range(0, blocks * BLOCK, BLOCK), len(ids)]
+    parts = [repeated[a:b] for a, b in zip(cuts, cuts[1:])]
+    return [sum(part) / len(part) if part else 0.0 for part in parts]
+
+
+class Children:
+    """Processes that end with this one, also on Ctrl-C."""
+
+    def __init__(self):
+        self._running: list[subprocess.Popen] = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self._running:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+
+    def start(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen:
+        environment = {n: v for n, v in os.environ.items() if n != "MLX_SINKS"}
+        process = subprocess.Popen(
+            command,
+            env=with_fast_blas({**environment, **variables}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self._running.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen) -> None:
+        errors = process.stderr.read().decode()
+        if process.wait():
+            raise subprocess.CalledProcessError(
+                process.returncode, process.args[:1], stderr=errors
+            )
+
+
+def show(result: dict, console: Console) -> None:
+    for name, arm in result["arms"].items():
+        console.rule(f"{name}: {arm['command']}", align="left")
+        console.print("… " + arm["text"][-400:], markup=False, highlight=False)
+    console.rule()
+    blocks = max(len(arm["repeated_4_grams"]) for arm in result["arms"].values())
+    table = Table(
+        title=f"index_topk {result['index_topk']}, random indexers; {result['policy']}"
+    )
+    table.add_column("arm")
+    for heading in ("sinks kept", "perplexity", "x dense"):
+        table.add_column(heading, justify="right")
+    for block in range(blocks):
+        table.add_column(f"repeats\n{block * BLOCK}+", justify="right")
+    for name, arm in result["arms"].items():
+        kept = arm["sinks_kept"]
+        shares = [f"{share:.0%}" for share in arm["repeated_4_grams"]]
+        table.add_row(
+            name,
+            "all" if kept is None else f"{kept:.0%}",
+            f"{arm['perplexity']:.1f}",
+            f"{arm['times_dense']:.2f}",
+            *shares,
+            *[""] * (blocks - len(shares)),
+        )
+    console.print(table)
+    console.print(
+        f"Perplexity: of {result['text']}, {result['tokens']} tokens, past index_topk. "
+        f"Repeats: share of tokens inside a {N}-gram seen before, per {BLOCK} tokens "
+        f"generated (temperature {result['temp']}, seed {result['seed']}).",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Perplexity past index_topk of SmolLM2-DSA with random indexers: the guarantee's worth.
+
+    python bench/smollm2_dsa/perplexity.py --model build/smollm2-dsa --seeds 0 1 2
+
+Arms, on the same weights and tokens in one process: ``dense`` (indexer off), and for
+each seed of the random indexers ``stock`` (upstream's selection) and ``sinks`` (with
+the guarantee). Teacher-forced; only tokens predicted from a column >= index_topk count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import mlx_sinks
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from build import random_indexers  # noqa: E402
+from loading import load_folder  # noqa: E402
+
+TEXT = HERE / "text.txt"
+CHUNK = 128
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder written by build.py")
+    parser.add_argument("--text", type=Path, default=TEXT, help="plain text to predict")
+    parser.add_argument("--tokens", type=int, default=1024, help="length to read")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED")
+    parser.add_argument("--sinks", type=int, help="sinks to keep")
+    parser.add_argument("--recency", type=int, help="recent tokens to keep")
+    parser.add_argument("--json", action="store_true", help="print JSON, no table")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    options = parser.parse_args()
+    counts = {"sinks": options.sinks, "recency": options.recency}
+    try:
+        policy = mlx_sinks.SinkPolicy(
+            **{name: count for name, count in counts.items() if count is not None}
+        )
+        result = measure(
+            options.model, options.text, options.tokens, options.seeds, policy
+        )
+    except (OSError, ValueError) as error:
+        print(f"perplexity.py: {error}", file=sys.stderr)
+        return 1
+    text = json.dumps(result, indent=2)
+    if options.out:
+        options.out.write_text(text + "\n")
+    if options.json:
+        print(text)
+    else:
+        Console().print(table(result))
+    return 0
+
+
+def measure(
+    folder: str,
+    text: Path,
+    tokens: int,
+    seeds: list[int],
+    policy: mlx_sinks.SinkPolicy,
+) -> dict:
+    """Run all arms and return their figures with what is needed to repeat them."""
+    model, tokenizer, config = load_folder(folder)
+    ids = tokenizer.encode(text.read_text())[:tokens]
+    index_topk = config["index_topk"]
+    if len(ids) < tokens:
+        raise ValueError(f"{text} has {len(ids)} tokens, not {tokens}")
+    if not index_topk + 1 < tokens:
+        raise ValueError(f"--tokens {tokens} doesn't go past index_topk {index_topk}")
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=1 + 2 * len(seeds))
+
+        def run(name: str) -> dict:
+            progress.update(task, description=name)
+            return score(model, ids, index_topk, functools.partial(progress.advance, task))
+
+        with dense(model):
+            rows = [{"arm": "dense", "seed": None, **run("dense")}]
+        for seed in seeds:
+            model.load_weights(list(random_indexers(config, seed).items()), False)
+            for arm, context in (
+                ("stock", nullcontext()),
+                ("sinks", mlx_sinks.patched(policy)),
+            ):
+                with context:
+                    figures = run(f"{arm}, indexers of seed {seed}")
+                rows.append({"arm": arm, "seed": seed, **figures})
+    for row in rows:
+        row["times_dense"] = row["perplexity"] / rows[0]["perplexity"]
+    return {
+        "index_topk": index_topk,
+        "tokens": tokens,
+        "text": text.name,
+        "policy": str(policy),
+        "versions": {
+            name: version(name) for name in ("mlx-sinks", "mlx-lm", "mlx", "numpy")
+        },
+        "device": f"{mx.default_device()}, {platform.platform()}",
+        "rows": rows,
+    }
+
+
+def score(
+    model: nn.Module, ids: list[int], index_topk: int, step: Callable[[float], None]
+) -> dict:
+    """Perplexity of the tokens predicted past ``index_topk``, and the sinks kept.
+
+    ``sinks_kept`` is the share of the first four columns found in a selection, over
+    layers and queries; ``None`` where nothing was selected (dense).
+    """
+    cache = make_prompt_cache(model)
+    inputs, targets = mx.array(ids[:-1])[None], mx.array(ids[1:])
+    total = inputs.shape[1]
+    losses: list[float] = []
+    with selections_watched(model) as shares:
+        # One cut falls on index_topk: then every selection is of queries past it.
+        cuts = [*range(0, index_topk, CHUNK), *range(index_topk, total, CHUNK), total]
+        for start, stop in pairwise(cuts):
+            hidden = model.model(inputs[:, start:stop], cache)[0]
+            if start >= index_topk:
+                logits = model.model.embed_tokens.as_linear(hidden)
+                losses += nn.losses.cross_entropy(logits, targets[start:stop]).tolist()
+            mx.eval(hidden, shares, [c.state for c in cache])
+            step((stop - start) / total)
+    return {
+        "perplexity": math.exp(mean(losses)),
+        "predicted": len(losses),
+        "sinks_kept": mean(share.item() for share in shares) if shares else None,
+    }
+
+
+@contextmanager
+def selections_watched(model: nn.Module) -> Iterator[list[mx.array]]:
+    """Collects, for each selection, the share of the first four columns in it."""
+    shares: list[mx.array] = []
+
+    def watched(indexer):
+        def select(*arguments, **named):
+            columns = indexer(*arguments, **named)
+            if columns is not None:
+                shares.append((columns < 4).sum(axis=-1).mean() / 4)
+            return columns
+
+        return select
+
+    indexers = [layer.self_attn.indexer for layer in model.layers]
+    for layer, indexer in zip(model.layers, indexers):
+        layer.self_attn.indexer = watched(indexer)
+    try:
+        yield shares
+    finally:
+        for layer, indexer in zip(model.layers, indexers):
+            layer.self_attn.indexer = indexer
+
+
+@contextmanager
+def dense(model: nn.Module) -> Iterator[None]:
+    """The model with its indexers off: every column fits."""
+    indexers = [layer.self_attn.indexer for layer in model.layers]
+    index_topk = indexers[0].index_topk
+    for indexer in indexers:
+        indexer.index_topk = sys.maxsize
+    try:
+        yield
+    finally:
+        for indexer in indexers:
+            indexer.index_topk = index_topk
+
+
+def table(result: dict) -> Table:
+    """The figures as people read them."""
+    view = Table(
+        title=f"Perplexity past index_topk {result['index_topk']} of "
+        f"{result['tokens']} tokens, sinks: {result['policy']}"
+    )
+    for column in ("arm", "indexer seed", "perplexity", "x dense", "sinks kept"):
+        view.add_column(column, justify="left" if column == "arm" else "right")
+    for row in result["rows"]:
+        kept, seed = row["sinks_kept"], row["seed"]
+        view.add_row(
+            row["arm"],
+            "" if seed is None else str(seed),
+            f"{row['perplexity']:.2f}",
+            f"{row['times_dense']:.2f}",
+            "all" if kept is None else f"{kept:.1%}",
+        )
+    return view
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Attention sinks that stay alive in MLX language models.
+
+Names are loaded on first use, so that the start-up hook costs no import of MLX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .patches.registry import (
+        PatchError,
+        PatchReport,
+        apply,
+        install,
+        patched,
+        uninstall,
+    )
+    from .policy import PolicyError, SinkPolicy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "SinkPolicy": "policy",
+    "PolicyError": "policy",
+    "PatchError": "patches.registry",
+    "PatchReport": "patches.registry",
+    "apply": "patches.registry",
+    "install": "patches.registry",
+    "patched": "patches.registry",
+    "uninstall": "patches.registry",
+}
+__all__ = [
+    "PatchError",
+    "PatchReport",
+    "PolicyError",
+    "SinkPolicy",
+    "apply",
+    "install",
+    "patched",
+    "uninstall",
+]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f".{_HOMES[name]}", __name__)
+    return getattr(home, name)
+
+
+def __dir__():
+    return sorted([*globals(), *_HOMES])

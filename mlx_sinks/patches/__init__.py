@@ -1,0 +1,1 @@
+"""One file per upstream place that loses sinks, and the registry that installs them."""

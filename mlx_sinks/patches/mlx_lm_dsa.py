@@ -1,0 +1,174 @@
+"""Target ``dsa``: the learned top-k of DeepSeek Sparse Attention in mlx-lm.
+
+Upstream file: ``mlx_lm/models/deepseek_v32.py``. ``glm_moe_dsa`` builds on the same
+``Indexer`` class, so both kinds of model are reached.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from packaging.version import Version
+
+from ..indexer import Dialect, indexer_forward
+from ..policy import SinkPolicy
+
+
+class DSAPatch:
+    """Replaces ``Indexer.__call__`` by the forward that keeps sinks and recency."""
+
+    name = "dsa"
+    module = "mlx_lm.models.deepseek_v32"
+    supported = ">=0.31.3,<0.33"
+
+    def __init__(self):
+        self._policy: SinkPolicy | None = None
+        self._upstream = None
+        self._forward = None
+
+    def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
+        upstream_call = module.Indexer.__call__
+        return [
+            part
+            for part in model.modules()
+            if isinstance(part, module.Indexer)
+            and type(part).__call__ is upstream_call
+        ]
+
+    def self_check(self, module: ModuleType, version: str) -> str | None:
+        if module.Indexer.__call__.__module__ != self.module:
+            other = module.Indexer.__call__.__module__
+            return f"Indexer.__call__ has been replaced by {other}"
+        with _random_state_kept():
+            indexer = _small_indexer(module)
+        ours = functools.partial(
+            indexer_forward,
+            indexer,
+            policy=SinkPolicy(0, 0),
+            dialect=_dialect(version),
+        )
+        for case, (left_padding, steps) in _CASES.items():
+            expected = _selections(module, indexer, left_padding, steps)
+            if not _same(_selections(module, ours, left_padding, steps), expected):
+                return f"the patched Indexer differs from upstream's {case}"
+        return None
+
+    def install(
+        self, module: ModuleType, version: str, policy: SinkPolicy | None
+    ) -> None:
+        self._policy = policy
+        if self._forward is None:
+            self._upstream = module.Indexer.__call__
+            self._forward = self._make_forward(self._upstream, _dialect(version))
+            module.Indexer.__call__ = self._forward
+
+    def uninstall(self, module: ModuleType) -> None:
+        # Somebody may have wrapped our forward since: then it stays, passing through.
+        self._policy = None
+        if module.Indexer.__call__ is self._forward:
+            module.Indexer.__call__ = self._upstream
+            self._upstream = self._forward = None
+
+    def _make_forward(self, upstream, dialect):
+        @functools.wraps(upstream)
+        def forward(indexer, x, qr, mask, cache=None):
+            policy = getattr(indexer, "sink_policy", None) or self._policy
+            if policy is None:
+                return upstream(indexer, x, qr, mask, cache=cache)
+            return indexer_forward(
+                indexer, x, qr, mask, cache, policy=policy, dialect=dialect
+            )
+
+        return forward
+
+
+def _dialect(version: str) -> Dialect:
+    if Version(version) < Version("0.32.0"):
+        return Dialect(_append_keys_031, _sum_heads_at_once)
+    return Dialect(_append_keys_032, _sum_heads_032)
+
+
+def _append_keys_031(cache: Any, keys: mx.array) -> mx.array:
+    no_values = mx.zeros((*keys.shape[:-1], 0))
+    return cache.update_and_fetch(keys, no_values)[0]
+
+
+def _append_keys_032(cache: Any, keys: mx.array) -> mx.array:
+    keys, _ = cache.update_and_fetch(keys, keys)
+    # Nobody reads the values; left as they are, their graph would grow with each step.
+    cache.values = mx.zeros_like(cache.keys)
+    return keys
+
+
+def _sum_heads_at_once(scores: mx.array) -> mx.array:
+    return scores.sum(axis=1, keepdims=True)
+
+
+def _sum_heads_032(scores: mx.array) -> mx.array:
+    if scores.shape[2] == 1:
+        return _sum_heads_at_once(scores)
+    return sum(mx.split(scores, scores.shape[1], axis=1))
+
+
+# How the self-check calls the indexer: left padding of each sequence, tokens a call.
+_CASES = {
+    "in prefill": (None, (12,)),
+    "in decode": (None, (9, 1, 1, 3)),
+    "in a left-padded batch": ((4, 0), (9, 1, 1, 3)),
+}
+
+
+def _small_indexer(module: ModuleType) -> nn.Module:
+    args = module.ModelArgs(
+        hidden_size=32,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=6,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+    )
+    return module.Indexer(args)
+
+
+def _selections(module: ModuleType, forward, left_padding, steps) -> list[mx.array]:
+    """What each step selects of what it sees, and what the cache holds at the end."""
+    cache = module.KVCache()
+    if left_padding is not None:
+        cache = cache.merge([module.KVCache() for _ in left_padding])
+        cache.prepare(left_padding=list(left_padding))
+    B = len(left_padding or (0,))
+    results = []
+    for step, L in enumerate(steps):
+        x = mx.random.normal((B, L, 32), key=mx.random.key(2 * step))
+        qr = mx.random.normal((B, L, 24), key=mx.random.key(2 * step + 1))
+        mask = module.create_attention_mask(x, cache, return_array=True)
+        columns = forward(x, qr, mask, cache)
+        T = sum(steps[: step + 1])
+        selected = mx.put_along_axis(
+            mx.zeros((B, 1, L, T), mx.bool_), columns, mx.array(True), axis=-1
+        )
+        results.append(selected if mask is None else selected & mask)
+    return [*results, cache.keys, cache.values]
+
+
+def _same(ours: list[mx.array], upstreams: list[mx.array]) -> bool:
+    return all(
+        a.shape == b.shape and mx.allclose(a, b).item()
+        for a, b in zip(ours, upstreams)
+    )
+
+
+@contextmanager
+def _random_state_kept():
+    """A small seeded model inside, the caller's random numbers untouched outside."""
+    high, low = mx.random.state[0].tolist()
+    mx.random.seed(0)
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)

@@ -1,0 +1,130 @@
+"""What to keep: the attention sinks and the recency window of a selection."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+VARIABLE = "MLX_SINKS"
+ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128"'
+_ON = frozenset({"1", "on", "true", "yes"})
+_OFF = frozenset({"", "0", "off", "false", "no"})
+
+
+class PolicyError(ValueError):
+    """A policy that can't be: the message names the argument or the variable."""
+
+
+@dataclass(frozen=True)
+class SinkPolicy:
+    """Columns that every selection keeps, whatever their scores.
+
+    Source: Xiao et al. 2023, "Efficient Streaming Language Models with Attention
+    Sinks" (StreamingLLM): softmax parks its surplus weight on the first tokens.
+
+    Parameters
+    ----------
+    sinks : int, default=4
+        Number of columns kept from the first real token of each sequence on.
+        Four as in the paper. Must stay below the model's ``index_topk``.
+    recency : int, default=64
+        Number of newest columns kept, the query's own included.
+
+    Raises
+    ------
+    PolicyError
+        A ``ValueError``: a count that is negative or not a whole number.
+    """
+
+    sinks: int = 4
+    recency: int = 64
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            try:
+                count = operator.index(value)
+            except TypeError:
+                count = -1
+            if isinstance(value, bool) or count < 0:
+                raise PolicyError(
+                    f"{field.name} must be a whole number of tokens >= 0, "
+                    f"not {value!r}"
+                )
+            object.__setattr__(self, field.name, count)
+
+    def __str__(self):
+        return f"{self.sinks} sinks + {self.recency} recent"
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> SinkPolicy | None:
+        """The policy that ``MLX_SINKS`` asks for, ``None`` where it is unset or off.
+
+        Accepted are ``1`` (the defaults), ``0`` (off) and a list of fields, for
+        instance ``sinks=8,recency=128``.
+
+        Raises
+        ------
+        PolicyError
+            Anything else; the message quotes the variable and the accepted form.
+        """
+        value = (os.environ if environ is None else environ).get(VARIABLE, "")
+        word = value.strip().lower()
+        if word in _OFF:
+            return None
+        if word in _ON:
+            return cls()
+        try:
+            return cls(**_parse_counts(word, {field.name for field in fields(cls)}))
+        except PolicyError as error:
+            message = f'{VARIABLE}="{value}": {error}; accepted: {ACCEPTED}'
+            raise PolicyError(message) from None
+
+    @functools.lru_cache(maxsize=256)
+    def fit(self, index_topk: int) -> SinkPolicy:
+        """This policy inside ``index_topk`` slots: sinks stay, recency is clamped.
+
+        The result is cached, so a clamp is said once for each policy and
+        ``index_topk``.
+
+        Raises
+        ------
+        PolicyError
+            ``sinks >= index_topk``: no slot would be left for the scores.
+        """
+        if self.sinks >= index_topk:
+            raise PolicyError(
+                f"sinks={self.sinks} must be smaller than the model's "
+                f"index_topk={index_topk}: ask for at most {index_topk - 1}, "
+                f'in {VARIABLE}="sinks=N" or SinkPolicy(sinks=N)'
+            )
+        room = index_topk - self.sinks
+        if self.recency <= room:
+            return self
+        warnings.warn(
+            f"recency={self.recency} and sinks={self.sinks} exceed the model's "
+            f"index_topk={index_topk}: keeping {room} recent tokens",
+            stacklevel=2,
+        )
+        return SinkPolicy(self.sinks, room)
+
+
+def _parse_counts(text: str, names: set[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, number = (part.strip() for part in item.partition("="))
+        if name not in names:
+            known = " and ".join(sorted(names, reverse=True))
+            raise PolicyError(f"{name!r} is not a setting (known: {known})")
+        if name in counts:
+            raise PolicyError(f"{name} is given twice")
+        if not (number.isascii() and number.isdigit()):
+            raise PolicyError(
+                f"{name} must be a whole number of tokens >= 0, not {number!r}"
+            )
+        counts[name] = int(number)
+    return counts

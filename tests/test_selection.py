@@ -1,0 +1,793 @@
+"""The guarantee, held against an oracle: examples, then properties.
+
+`HYPOTHESIS_PROFILE=explore` draws new examples on each run, and
+`HYPOTHESIS_PROFILE=explore pytest --hypothesis-seed=N` draws those of seed N.
+"""
+
+import itertools
+import os
+import warnings
+from dataclasses import FrozenInstanceError, dataclass, replace
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from mlx_sinks import SinkPolicy
+from mlx_sinks.columns import forced_columns
+from mlx_sinks.selection import select_columns
+
+COMMON = dict(
+    deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("contract", derandomize=True, **COMMON)
+settings.register_profile("explore", derandomize=False, **COMMON)
+PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "contract"))
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+LARGEST = {"float32": 3.4028234663852886e38, "float16": 65504.0}
+LARGEST["bfloat16"] = 3.3895313892515355e38
+
+
+def examples(n):
+    return settings(PROFILE, max_examples=n)
+
+
+# ---------------------------------------------------------------- building blocks
+
+
+def to_mlx(values, dtype="float32"):
+    return mx.array(np.asarray(values, dtype=np.float32)).astype(DTYPES[dtype])
+
+
+def to_numpy(array):
+    """float16 and bfloat16 values are all float32 values, so nothing is rounded."""
+    return np.array(array.astype(mx.float32))
+
+
+def build_scores(kind, seed, shape, dtype):
+    rng = np.random.default_rng(seed)
+    largest = LARGEST[dtype]
+    special = [np.nan, np.inf, -np.inf, largest, -largest, 0.0, -0.0, 1.0, -1.0]
+    if kind == "normal":
+        values = rng.standard_normal(shape)
+    elif kind == "distinct":
+        order = np.argsort(rng.random(shape), axis=-1)
+        values = order - shape[-1] // 2
+    elif kind == "ties":
+        values = rng.integers(-2, 3, shape)
+    elif kind == "special":
+        values = rng.choice(special, shape)
+    elif kind == "mixed":
+        values = np.where(
+            rng.random(shape) < 0.3,
+            rng.choice(special, shape),
+            rng.standard_normal(shape),
+        )
+    elif kind == "bits":
+        if dtype == "float32":
+            bits = rng.integers(0, 2**32, shape, dtype=np.uint32)
+        else:
+            bits = rng.integers(0, 2**16, shape, dtype=np.uint16)
+        return mx.array(bits).view(DTYPES[dtype])
+    else:
+        values = np.full(shape, {"nan": np.nan, "lowest": -np.inf, "top": np.inf}[kind])
+    return to_mlx(values, dtype)
+
+
+FINITE = ["normal", "distinct", "ties"]
+KINDS = [*FINITE, "special", "mixed", "bits", "nan", "lowest", "top"]
+
+
+def causal(L, T):
+    """What upstream builds for a KVCache, as (L, T)."""
+    return np.arange(T) <= np.arange(T - L, T)[:, None]
+
+
+def padded_causal(L, T, left, right=None):
+    """What upstream builds for a BatchKVCache, as (B, 1, L, T)."""
+    columns = np.arange(T)
+    mask = causal(L, T) & (columns >= np.reshape(left, (-1, 1, 1, 1)))
+    if right is not None:
+        mask = mask & (columns < T - np.reshape(right, (-1, 1, 1, 1)))
+    return mask
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, small enough to be read in a failure."""
+
+    B: int
+    L: int
+    T: int
+    k: int
+    sinks: int
+    recency: int
+    dtype: str = "float32"
+    kind: str = "normal"
+    seed: int = 0
+    left: tuple | None = None
+    right: tuple | None = None
+    mask_kind: str = "none"
+    mask_shape: str = "B1LT"
+    density: float = 0.5
+
+    @property
+    def policy(self):
+        return SinkPolicy(sinks=self.sinks, recency=self.recency)
+
+    @property
+    def scores(self):
+        return build_scores(
+            self.kind, self.seed, (self.B, 1, self.L, self.T), self.dtype
+        )
+
+    @property
+    def left_padding(self):
+        return None if self.left is None else mx.array(self.left)
+
+    @property
+    def mask(self):
+        left = self.left or (0,) * self.B
+        if self.mask_kind == "none":
+            return None
+        if self.mask_kind == "causal":
+            return causal(self.L, self.T)
+        if self.mask_kind == "left":
+            return padded_causal(self.L, self.T, left)
+        if self.mask_kind == "left and right":
+            return padded_causal(self.L, self.T, left, self.right)
+        shape = {
+            "B1LT": (self.B, 1, self.L, self.T),
+            "11LT": (1, 1, self.L, self.T),
+            "B11T": (self.B, 1, 1, self.T),
+            "LT": (self.L, self.T),
+            "1T": (1, self.T),
+        }[self.mask_shape]
+        return np.random.default_rng(self.seed + 1).random(shape) < self.density
+
+    @property
+    def shown(self):
+        return oracle.shown_columns(self.B, self.L, self.T, self.mask)
+
+    @property
+    def forced(self):
+        recency = oracle.clamped_recency(self.sinks, self.recency, self.k)
+        return oracle.forced_columns(
+            self.sinks, recency, self.B, self.L, self.T, self.left, self.mask
+        )
+
+    @property
+    def ranks(self):
+        return oracle.rank(to_numpy(self.scores), self.dtype != "float32")
+
+    def arguments(self):
+        mask = None if self.mask is None else mx.array(self.mask)
+        return self.scores, self.k, self.policy, self.left_padding, mask
+
+    def faults(self, columns):
+        return oracle.selection_faults(
+            columns, self.ranks, self.k, self.forced, self.shown
+        )
+
+
+def select(scores, k, policy, left_padding=None, mask=None):
+    """The selection as NumPy, without the clamping's warning (tested by itself)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        columns = select_columns(scores, k, policy, left_padding, mask)
+    if columns is None:
+        return None
+    assert mx.issubdtype(columns.dtype, mx.integer)
+    return np.array(columns)
+
+
+def row_sets(columns):
+    return [[set(row.tolist()) for row in queries[0]] for queries in columns]
+
+
+@st.composite
+def paddings(draw, B, T):
+    """Ragged, and as large as the buffer now and then."""
+    return tuple(draw(st.lists(st.integers(0, T), min_size=B, max_size=B)))
+
+
+@st.composite
+def cases(draw, kinds=KINDS, sparse=True):
+    """`sparse`: T > k, so that there is something to select."""
+    T = draw(st.integers(2 if sparse else 1, 40))
+    B = draw(st.integers(1, 3))
+    L = draw(st.integers(1, min(6, T)))
+    k = draw(st.integers(1, T - 1 if sparse else T + 2))
+    mask_kind = draw(
+        st.sampled_from(["none", "causal", "left", "left and right", "random"])
+    )
+    return Case(
+        B=B,
+        L=L,
+        T=T,
+        k=k,
+        sinks=draw(st.integers(0, k - 1) | st.integers(0, min(4, k - 1))),
+        recency=draw(st.integers(0, 3) | st.integers(0, k + 3) | st.just(10**6)),
+        dtype=draw(st.sampled_from(list(DTYPES))),
+        kind=draw(st.sampled_from(kinds)),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        left=draw(st.none() | paddings(B, T)),
+        right=draw(paddings(B, T)) if mask_kind == "left and right" else None,
+        mask_kind=mask_kind,
+        mask_shape=draw(st.sampled_from(["B1LT", "11LT", "B11T", "LT", "1T"]))
+        if mask_kind == "random"
+        else "B1LT",
+        density=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+        if mask_kind == "random"
+        else 0.5,
+    )
+
+
+# ------------------------------------------------------------------------- policy
+
+
+def test_policy_defaults():
+    assert SinkPolicy() == SinkPolicy(sinks=4, recency=64)
+    assert SinkPolicy(0, 0) == SinkPolicy(sinks=0, recency=0)
+
+
+def test_policy_is_frozen_and_hashable():
+    policy = SinkPolicy()
+    with pytest.raises(FrozenInstanceError):
+        policy.sinks = 1
+    assert hash(policy) == hash(SinkPolicy())
+    assert replace(policy, sinks=1) == SinkPolicy(1, 64)
+
+
+@pytest.mark.parametrize("field", ["sinks", "recency"])
+@pytest.mark.parametrize(
+    "value", [-1, -(10**9), 1.5, 4.0, float("nan"), True, False, "4", "", None, [4]]
+)
+def test_policy_refuses_what_is_no_count(field, value):
+    with pytest.raises(ValueError, match=field):
+        SinkPolicy(**{field: value})
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+@examples(50)
+def test_policy_takes_every_count(sinks, recency):
+    policy = SinkPolicy(sinks, recency)
+    assert (policy.sinks, policy.recency) == (sinks, recency)
+
+
+# ---------------------------------------------------------------------------- fit
+
+# The warning comes once per (policy, index_topk) and process, so a test of it needs
+# an index_topk that nobody has used, on Hypothesis's replays as well.
+unused_topk = itertools.count(1_000_003)
+
+
+def fit_warnings(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    return result, [w for w in caught if issubclass(w.category, UserWarning)]
+
+
+def test_fit_leaves_what_fits():
+    policy = SinkPolicy(4, 60)
+    fitted, caught = fit_warnings(lambda: policy.fit(64))
+    assert fitted == policy
+    assert caught == []
+
+
+@pytest.mark.parametrize("sinks, k", [(17, 17), (19, 17), (1, 1), (0, 0)])
+def test_fit_refuses_sinks_that_leave_no_slot(sinks, k):
+    with pytest.raises(ValueError) as error:
+        SinkPolicy(sinks, 0).fit(k)
+    assert str(sinks) in str(error.value) and str(k) in str(error.value)
+
+
+@given(st.integers(0, 100), st.integers(2, 100))
+@examples(100)
+def test_fit_clamps_recency_and_says_so_once(sinks, excess):
+    k = next(unused_topk)
+    policy = SinkPolicy(sinks, k - sinks + excess)
+    fitted, caught = fit_warnings(lambda: policy.fit(k))
+    assert fitted == SinkPolicy(sinks, k - sinks)
+    assert len(caught) == 1
+
+    equal = SinkPolicy(policy.sinks, policy.recency)
+    for again in (policy, equal):
+        fitted, caught = fit_warnings(partial(again.fit, k))
+        assert fitted == SinkPolicy(sinks, k - sinks)
+        assert caught == []
+
+    assert len(fit_warnings(lambda: policy.fit(next(unused_topk)))[1]) == 1
+    other = SinkPolicy(policy.sinks, policy.recency + 1)
+    assert len(fit_warnings(lambda: other.fit(k))[1]) == 1
+
+
+@given(st.integers(0, 80), st.integers(0, 80), st.integers(1, 80))
+@examples(200)
+def test_fit_in_general(sinks, recency, k):
+    policy = SinkPolicy(sinks, recency)
+    if sinks >= k:
+        with pytest.raises(ValueError):
+            policy.fit(k)
+        return
+    (fitted, again), _ = fit_warnings(lambda: (policy.fit(k), policy.fit(k)))
+    assert fitted == again == SinkPolicy(sinks, min(recency, k - sinks))
+    assert policy == SinkPolicy(sinks, recency)
+
+
+# ----------------------------------------------------------------- forced columns
+
+
+def forced(policy, L, T, left_padding=None, mask=None):
+    """The forced columns of each (sequence, query), as lists."""
+    if left_padding is not None:
+        left_padding = mx.array(left_padding)
+    if mask is not None:
+        mask = mx.array(mask)
+    found = forced_columns(policy, L, T, left_padding, mask)
+    assert found.dtype == mx.bool_
+    return [[np.flatnonzero(row).tolist() for row in seq[0]] for seq in np.array(found)]
+
+
+def test_forced_when_decoding():
+    assert forced(SinkPolicy(2, 3), 1, 10) == [[[0, 1, 7, 8, 9]]]
+
+
+def test_forced_when_prefilling():
+    assert forced(SinkPolicy(2, 2), 3, 8) == [
+        [[0, 1, 4, 5], [0, 1, 5, 6], [0, 1, 6, 7]]
+    ]
+
+
+def test_forced_never_looks_ahead():
+    assert forced(SinkPolicy(3, 2), 4, 4) == [[[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]]
+
+
+def test_forced_starts_at_the_first_real_column():
+    assert forced(SinkPolicy(2, 3), 1, 8, [0, 3, 6, 7, 8]) == [
+        [[0, 1, 5, 6, 7]],
+        [[3, 4, 5, 6, 7]],
+        [[6, 7]],
+        [[7]],
+        [[]],
+    ]
+
+
+def test_forced_is_empty_for_a_query_in_the_padding():
+    assert forced(SinkPolicy(2, 2), 4, 6, [4]) == [[[], [], [4], [4, 5]]]
+
+
+def test_forced_leaves_out_what_the_mask_hides():
+    mask = np.array([[0, 1, 1, 1, 1, 1, 0, 1]], dtype=bool)
+    assert forced(SinkPolicy(2, 3), 1, 8, mask=mask) == [[[1, 5, 7]]]
+
+
+def test_forced_of_no_policy_is_empty():
+    assert forced(SinkPolicy(0, 0), 2, 5) == [[[], []]]
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, mx.int64, mx.uint32, mx.int16])
+def test_forced_takes_every_integer_padding(dtype):
+    padding = mx.array([0, 3, 6], dtype=dtype)
+    found = np.array(forced_columns(SinkPolicy(2, 4), 2, 6, padding))
+    assert (found == oracle.forced_columns(2, 4, 3, 2, 6, [0, 3, 6])).all()
+
+
+@pytest.mark.parametrize("huge", [10**6, 2**31 - 1, 2**40])
+def test_forced_of_a_huge_policy_is_everything_up_to_the_query(huge):
+    everything = [[[2, 3], [2, 3, 4]]]
+    assert forced(SinkPolicy(huge, 0), 2, 5, [2]) == everything
+    assert forced(SinkPolicy(0, huge), 2, 5, [2]) == everything
+
+
+@given(cases(sparse=False))
+@examples(300)
+def test_forced_equals_the_oracle(case):
+    _, _, policy, left_padding, mask = case.arguments()
+    found = forced_columns(policy, case.L, case.T, left_padding, mask)
+    assert found.dtype == mx.bool_
+    assert found.shape in {(1, 1, case.L, case.T), (case.B, 1, case.L, case.T)}
+    expected = oracle.forced_columns(
+        case.sinks, case.recency, case.B, case.L, case.T, case.left, case.mask
+    )
+    assert np.array_equal(np.broadcast_to(np.array(found), expected.shape), expected)
+
+
+# ------------------------------------------------------------- selection, by hand
+
+
+def chosen(scores, k, policy, left_padding=None, mask=None, dtype="float32"):
+    """The columns of one query, for scores (T,) and mask (T,)."""
+    columns = select(
+        to_mlx(scores, dtype)[None, None, None],
+        k,
+        policy,
+        None if left_padding is None else mx.array([left_padding]),
+        None if mask is None else mx.array(np.array(mask, dtype=bool))[None],
+    )
+    assert columns.shape == (1, 1, 1, k)
+    return sorted(columns[0, 0, 0].tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestByHand:
+    def test_sinks_and_recency_survive_low_scores(self, dtype):
+        scores = [-9, -9, 5, 4, 3, 2, 1, -9]
+        assert chosen(scores, 5, SinkPolicy(2, 1), dtype=dtype) == [0, 1, 2, 3, 7]
+
+    def test_forced_columns_with_high_scores_take_one_slot_each(self, dtype):
+        scores = [9, 8, 1, 2, 3, 4, 7, 6]
+        assert chosen(scores, 5, SinkPolicy(2, 1), dtype=dtype) == [0, 1, 5, 6, 7]
+
+    def test_forced_columns_survive_infinite_rivals(self, dtype):
+        scores = [-np.inf, np.nan, np.inf, np.inf, np.inf, np.inf, np.inf, -np.inf]
+        assert set(chosen(scores, 4, SinkPolicy(2, 1), dtype=dtype)) > {0, 1, 7}
+
+    def test_forced_columns_can_fill_the_selection(self, dtype):
+        scores = [-1, np.inf, np.inf, np.inf, -1, -1]
+        assert chosen(scores, 3, SinkPolicy(1, 2), dtype=dtype) == [0, 4, 5]
+
+    def test_recency_is_clamped_and_sinks_stay(self, dtype):
+        scores = [-1, -1, 9, 9, 9, -1]
+        assert chosen(scores, 3, SinkPolicy(2, 5), dtype=dtype) == [0, 1, 5]
+
+    def test_nan_counts_as_the_lowest(self, dtype):
+        scores = [np.nan, 1, np.nan, 2, -LARGEST[dtype] / 2, np.nan]
+        assert chosen(scores, 3, SinkPolicy(0, 0), dtype=dtype) == [1, 3, 4]
+
+    def test_negative_nan_counts_as_the_lowest(self, dtype):
+        scores = [-np.nan, 1, -np.nan, 2, 0, np.nan]
+        assert chosen(scores, 3, SinkPolicy(0, 0), dtype=dtype) == [1, 3, 4]
+
+    def test_a_visible_nan_outranks_a_hidden_column(self, dtype):
+        scores = [9, np.nan, 9, -np.inf, 9, -LARGEST[dtype], np.inf, 1]
+        mask = [0, 1, 0, 1, 0, 1, 0, 1]
+        policy = SinkPolicy(0, 0)
+        assert chosen(scores, 4, policy, mask=mask, dtype=dtype) == [1, 3, 5, 7]
+
+    def test_hidden_columns_fill_what_is_left(self, dtype):
+        scores = [9, np.nan, 9, -np.inf, 9, 0, np.inf, 1]
+        mask = [0, 1, 0, 1, 0, 0, 0, 0]
+        policy = SinkPolicy(1, 1)
+        assert set(chosen(scores, 4, policy, mask=mask, dtype=dtype)) > {1, 3}
+
+    def test_a_hidden_sink_takes_no_slot(self, dtype):
+        scores = [9, 9, 1, 2, 3, 4, 5]
+        mask = [0, 0, 1, 1, 1, 1, 1]
+        policy = SinkPolicy(2, 1)
+        assert chosen(scores, 3, policy, mask=mask, dtype=dtype) == [4, 5, 6]
+
+    def test_sinks_follow_the_padding(self, dtype):
+        scores = [9, 9, -1, -1, 5, 4, 3, 2]
+        mask = [0, 0, 1, 1, 1, 1, 1, 1]
+        policy = SinkPolicy(2, 1)
+        assert chosen(scores, 4, policy, 2, mask, dtype) == [2, 3, 4, 7]
+
+
+def test_infinities_are_exact_in_half_precision():
+    for dtype in ("float16", "bfloat16"):
+        top, policy = LARGEST[dtype], SinkPolicy(0, 0)
+        scores = [top, np.inf, top, 1, np.inf, top]
+        assert chosen(scores, 2, policy, dtype=dtype) == [1, 4]
+        scores = [-top, np.nan, -top, -np.inf, -np.inf, -top]
+        assert chosen(scores, 3, policy, dtype=dtype) == [0, 2, 5]
+
+
+def test_neighbouring_values_are_told_apart():
+    one_up = np.nextafter(np.float32(1), np.float32(2))
+    scores = np.where(np.arange(12) % 3 == 1, one_up, np.float32(1))
+    assert chosen(scores, 4, SinkPolicy(0, 0)) == [1, 4, 7, 10]
+    below_top = np.nextafter(np.float32(LARGEST["float32"]), np.float32(0))
+    scores = np.where(np.arange(12) % 3 == 1, LARGEST["float32"], below_top)
+    assert chosen(scores, 4, SinkPolicy(0, 0)) == [1, 4, 7, 10]
+    assert chosen(-scores, 8, SinkPolicy(0, 0)) == [0, 2, 3, 5, 6, 8, 9, 11]
+
+
+def test_without_a_mask_later_columns_compete_but_are_not_forced():
+    scores = to_mlx([[[[0, 1, 9, 2, 9, 9], [0, 1, 9, 2, 9, -1]]]])
+    columns = select(scores, 3, SinkPolicy(1, 1))
+    first, second = row_sets(columns)[0]
+    assert first > {0, 4} and first - {0, 4} <= {2, 5}
+    assert second >= {0, 5} and second - {0, 5} <= {2, 4}
+
+
+# ----------------------------------------------------------- selection, in general
+
+
+@given(cases(sparse=False))
+@examples(150)
+def test_dense_up_to_topk(case):
+    dense = case.k >= case.T
+    assert (select(*case.arguments()) is None) == dense
+
+
+@pytest.mark.parametrize("T", [1, 7, 8])
+def test_dense_at_topk(T):
+    assert select(to_mlx(np.zeros((2, 1, 1, T))), 8, SinkPolicy(2, 3)) is None
+
+
+def test_sparse_above_topk():
+    assert select(to_mlx(np.zeros((2, 1, 1, 9))), 8, SinkPolicy(2, 3)) is not None
+
+
+@given(cases())
+@examples(1200)
+def test_selection_keeps_the_contract(case):
+    assert case.faults(select(*case.arguments())) == []
+
+
+def one_row_floats(dtype):
+    width = 16 if dtype == "float16" else 32
+    values = st.floats(width=width) | st.sampled_from(
+        [np.nan, np.inf, -np.inf, LARGEST[dtype], -LARGEST[dtype], 0.0, -0.0]
+    )
+    return st.lists(values, min_size=2, max_size=12)
+
+
+@given(st.data())
+@examples(500)
+def test_selection_keeps_the_contract_on_one_row(data):
+    dtype = data.draw(st.sampled_from(list(DTYPES)))
+    values = data.draw(one_row_floats(dtype))
+    T = len(values)
+    k = data.draw(st.integers(1, T - 1))
+    sinks = data.draw(st.integers(0, k - 1))
+    recency = data.draw(st.integers(0, k + 1))
+    left = data.draw(st.none() | st.integers(0, T).map(lambda f: (f,)))
+    shown = data.draw(st.none() | st.lists(st.booleans(), min_size=T, max_size=T))
+
+    # A float32 that is too large for bfloat16 rounds to an infinity; the oracle
+    # sees what the selection sees.
+    scores = to_mlx(values, dtype)[None, None, None]
+    mask = None if shown is None else np.array([shown])
+    columns = select(
+        scores,
+        k,
+        SinkPolicy(sinks, recency),
+        None if left is None else mx.array(left),
+        None if mask is None else mx.array(mask),
+    )
+    recency = oracle.clamped_recency(sinks, recency, k)
+    faults = oracle.selection_faults(
+        columns,
+        oracle.rank(to_numpy(scores), dtype != "float32"),
+        k,
+        oracle.forced_columns(sinks, recency, 1, 1, T, left, mask),
+        oracle.shown_columns(1, 1, T, mask),
+    )
+    assert faults == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "ties", "mixed", "bits"])
+@pytest.mark.parametrize("L", [1, 5])
+def test_selection_keeps_the_contract_on_a_long_buffer(dtype, kind, L):
+    T, left = 2500, (0, 700)
+    case = Case(2, L, T, 512, 4, 64, dtype, kind, 3, left, None, "left")
+    assert case.faults(select(*case.arguments())) == []
+
+
+@given(cases(), st.sampled_from([np.nan, -np.inf, -1.0]))
+@examples(200)
+def test_no_forced_column_is_ever_missing(case, low):
+    _, k, policy, left_padding, mask = case.arguments()
+    scores = to_mlx(np.where(case.forced, low, np.inf), case.dtype)
+    columns = select(scores, k, policy, left_padding, mask)
+    kept = np.zeros(case.forced.shape, dtype=bool)
+    np.put_along_axis(kept, columns.astype(np.int64), True, axis=-1)
+    assert not (case.forced & ~kept).any()
+
+
+@given(cases(), st.integers(0, 5))
+@examples(60)
+def test_sinks_that_leave_no_slot_are_refused(case, excess):
+    case = replace(case, sinks=case.k + excess)
+    with pytest.raises(ValueError) as error:
+        select(*case.arguments())
+    assert str(case.sinks) in str(error.value) and str(case.k) in str(error.value)
+
+
+def test_clamping_is_said_once_by_the_selection():
+    k, policy = 9, SinkPolicy(3, next(unused_topk))
+    scores = to_mlx(np.zeros((1, 1, 1, k + 1)))
+    _, first = fit_warnings(lambda: select_columns(scores, k, policy))
+    _, second = fit_warnings(lambda: select_columns(scores, k, policy))
+    assert (len(first), len(second)) == (1, 0)
+
+
+@given(cases())
+@examples(100)
+def test_arguments_are_left_alone(case):
+    scores, k, policy, left_padding, mask = case.arguments()
+    select(scores, k, policy, left_padding, mask)
+    assert np.array_equal(to_numpy(scores), to_numpy(case.scores), equal_nan=True)
+    assert mask is None or np.array_equal(np.array(mask), case.mask)
+    assert left_padding is None or left_padding.tolist() == list(case.left)
+
+
+@given(cases())
+@examples(100)
+def test_memory_layout_does_not_matter(case):
+    scores, *rest = case.arguments()
+    strided = mx.contiguous(scores.swapaxes(-1, -2)).swapaxes(-1, -2)
+    assert case.faults(select(strided, *rest)) == []
+
+
+# ----------------------------------------------------------------- beside upstream
+
+
+def upstream_selection(scores, k, mask):
+    """The last lines of mlx_lm.models.deepseek_v32.Indexer.__call__."""
+    if mask is not None:
+        scores = mx.where(mask, scores, -float("inf"))
+    return np.array(mx.argpartition(scores, kth=-k, axis=-1)[..., -k:])
+
+
+@given(cases(kinds=FINITE))
+@examples(400)
+def test_no_policy_is_upstream_selection(case):
+    case = replace(case, sinks=0, recency=0)
+    scores, k, policy, left_padding, mask = case.arguments()
+    ours = select(scores, k, policy, left_padding, mask)
+    theirs = upstream_selection(scores, k, mask)
+    assert ours.shape == theirs.shape
+
+    # Which hidden columns fill up is free, and so is which of two equals is taken.
+    shown, values = case.shown, to_numpy(scores)
+    for b, i in itertools.product(range(case.B), range(case.L)):
+        visible = shown[b, 0, i]
+        our_row = {c for c in ours[b, 0, i].tolist() if visible[c]}
+        their_row = {c for c in theirs[b, 0, i].tolist() if visible[c]}
+        if len(set(values[b, 0, i].tolist())) == case.T:
+            assert our_row == their_row
+        else:
+            row = values[b, 0, i]
+            assert sorted(row[list(our_row)]) == sorted(row[list(their_row)])
+
+
+@given(cases())
+@examples(150)
+def test_masks_of_create_causal_mask(case):
+    left = case.left or (0,) * case.B
+    right = case.right or tuple(reversed(left))
+    kinds = {
+        "causal": {},
+        "left": dict(left_padding=mx.array(left)),
+        "left and right": dict(
+            left_padding=mx.array(left), right_padding=mx.array(right)
+        ),
+    }
+    for mask_kind, padding in kinds.items():
+        mask = create_causal_mask(case.L, case.T - case.L, **padding)
+        same = replace(case, left=left, right=right, mask_kind=mask_kind)
+        assert np.array_equal(np.array(mask), same.mask)
+        scores, k, policy, left_padding, _ = same.arguments()
+        assert same.faults(select(scores, k, policy, left_padding, mask)) == []
+
+
+def feed(cache, B, L):
+    """Append L columns as a layer does, and return the mask it attends with."""
+    mask = cache.make_mask(L, return_array=True, window_size=None)
+    keys = mx.zeros((B, 1, L, 1))
+    cache.update_and_fetch(keys, keys)
+    return mask
+
+
+def test_batch_cache_from_prefill_to_decode():
+    left, T = (4, 0, 9), 0
+    cache = BatchKVCache(list(left))
+    for seed, L in enumerate([6, 5, 1, 1, 3]):
+        mask = feed(cache, 3, L)
+        T += L
+        case = Case(3, L, T, 5, 2, 2, seed=seed, left=left, mask_kind="left")
+        assert np.array_equal(np.array(mask), case.mask)
+        scores, k, policy, _, _ = case.arguments()
+        columns = select(scores, k, policy, cache.left_padding, mask)
+        assert case.faults(columns) == []
+
+
+def test_single_cache_from_prefill_to_decode():
+    T = 0
+    cache = KVCache()
+    for seed, L in enumerate([6, 5, 1, 1, 3]):
+        mask = feed(cache, 1, L)
+        T += L
+        mask_kind = "none" if mask is None else "causal"
+        case = Case(1, L, T, 5, 2, 2, seed=seed, mask_kind=mask_kind)
+        scores, k, policy, _, _ = case.arguments()
+        assert case.faults(select(scores, k, policy, None, mask)) == []
+
+
+# ---------------------------------------------------------------- batch and tracing
+
+
+@given(cases(kinds=["distinct"]), st.sampled_from([np.nan, np.inf, -np.inf, 0.5]))
+@examples(300)
+def test_batch_equals_each_sequence_alone(case, padding_score):
+    B, L, T, k = case.B, case.L, case.T, case.k
+    left = case.left or (0,) * B
+    case = replace(case, left=left, mask_kind="left")
+    in_padding = np.arange(T) < np.reshape(left, (B, 1, 1, 1))
+    values = np.where(in_padding, padding_score, to_numpy(case.scores))
+    shown = case.shown
+    _, _, policy, left_padding, mask = case.arguments()
+    batch = select(to_mlx(values, case.dtype), k, policy, left_padding, mask)
+
+    for b, f in enumerate(left):
+        real = min(L, T - f)
+        if real == 0:
+            continue
+        mine = to_mlx(values[b : b + 1, :, L - real :, f:], case.dtype)
+        masks = [mx.array(causal(real, T - f))] + ([None] if real == 1 else [])
+        for alone_mask in masks:
+            alone = select(mine, k, policy, None, alone_mask)
+            for i in range(L - real, L):
+                visible = set(np.flatnonzero(shown[b, 0, i]).tolist())
+                in_batch = set(batch[b, 0, i].tolist()) & visible
+                if alone is None:
+                    assert in_batch == visible
+                else:
+                    row = alone[0, 0, i - (L - real)].tolist()
+                    assert in_batch == {c + f for c in row} & visible
+
+
+def traced(case):
+    """The selection under mx.compile, every array an input of the graph."""
+    scores, k, policy, left_padding, mask = case.arguments()
+    arrays = dict(left_padding=left_padding, mask=mask)
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+
+    def call(scores, arrays):
+        return select_columns(scores, k, policy, **arrays)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return np.array(mx.compile(call)(scores, arrays))
+
+
+@given(cases())
+@examples(40)
+def test_traced_selection_equals_untraced(case):
+    columns = traced(case)
+    assert case.faults(columns) == []
+    assert row_sets(columns) == row_sets(select(*case.arguments()))
+
+
+@given(cases(sparse=False))
+@examples(20)
+def test_traced_forced_columns_equal_untraced(case):
+    _, _, policy, left_padding, mask = case.arguments()
+    left_padding = mx.array(case.left or (0,) * case.B)
+    mask = mx.array(case.shown) if mask is None else mask
+
+    def call(left_padding, mask):
+        return forced_columns(policy, case.L, case.T, left_padding, mask)
+
+    compiled = mx.compile(call)(left_padding, mask)
+    assert mx.array_equal(compiled, call(left_padding, mask))
+
+
+# -------------------------------------------------------------- the oracle is awake
+
+
+@given(cases(kinds=["distinct"]), st.randoms(use_true_random=False))
+@examples(100)
+def test_the_oracle_sees_one_exchanged_column(case, random):
+    """Of distinct scores, no exchange of a visible column for another is allowed."""
+    case = replace(case, B=1, L=1, left=case.left and case.left[:1], right=None)
+    case = replace(case, mask_kind="none")
+    row = case.ranks[0, 0, 0]
+    forced_row = case.forced[0, 0, 0]
+    order = sorted(range(case.T), key=lambda c: (forced_row[c], row[c]))
+    best, rest = order[-case.k :], order[: -case.k]
+    assert case.faults(np.array(best)[None, None, None]) == []
+    best[random.randrange(case.k)] = random.choice(rest)
+    assert case.faults(np.array(best)[None, None, None]) != []
