@@ -52,8 +52,7 @@ class SinkPolicy:
                 count = -1
             if isinstance(value, bool) or count < 0:
                 raise PolicyError(
-                    f"{field.name} must be a whole number of tokens >= 0, "
-                    f"not {value!r}"
+                    f"{field.name} must be a whole number of tokens >= 0, not {value!r}"
                 )
             object.__setattr__(self, field.name, count)
 
@@ -84,33 +83,36 @@ class SinkPolicy:
             message = f'{VARIABLE}="{value}": {error}; accepted: {ACCEPTED}'
             raise PolicyError(message) from None
 
-    @functools.lru_cache(maxsize=256)
     def fit(self, index_topk: int) -> SinkPolicy:
         """This policy inside ``index_topk`` slots: sinks stay, recency is clamped.
 
-        The result is cached, so a clamp is said once for each policy and
-        ``index_topk``.
+        A clamp is said once for each policy and ``index_topk``.
 
         Raises
         ------
         PolicyError
             ``sinks >= index_topk``: no slot would be left for the scores.
         """
-        if self.sinks >= index_topk:
-            raise PolicyError(
-                f"sinks={self.sinks} must be smaller than the model's "
-                f"index_topk={index_topk}: ask for at most {index_topk - 1}, "
-                f'in {VARIABLE}="sinks=N" or SinkPolicy(sinks=N)'
-            )
-        room = index_topk - self.sinks
-        if self.recency <= room:
-            return self
-        warnings.warn(
-            f"recency={self.recency} and sinks={self.sinks} exceed the model's "
-            f"index_topk={index_topk}: keeping {room} recent tokens",
-            stacklevel=2,
+        return _fit(self, index_topk)
+
+
+@functools.lru_cache(maxsize=256)
+def _fit(policy: SinkPolicy, index_topk: int) -> SinkPolicy:
+    if policy.sinks >= index_topk:
+        raise PolicyError(
+            f"sinks={policy.sinks} must be smaller than the model's "
+            f"index_topk={index_topk}: ask for at most {index_topk - 1}, "
+            f'in {VARIABLE}="sinks=N" or SinkPolicy(sinks=N)'
         )
-        return SinkPolicy(self.sinks, room)
+    room = index_topk - policy.sinks
+    if policy.recency <= room:
+        return policy
+    warnings.warn(
+        f"recency={policy.recency} and sinks={policy.sinks} exceed the model's "
+        f"index_topk={index_topk}: keeping {room} recent tokens",
+        stacklevel=3,
+    )
+    return SinkPolicy(policy.sinks, room)
 
 
 def _parse_counts(text: str, names: set[str]) -> dict[str, int]:

@@ -12,13 +12,13 @@ from functools import partial
 
 import mlx.core as mx
 import numpy as np
-import oracle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+import oracle
 from mlx_sinks import SinkPolicy
 from mlx_sinks.columns import forced_columns
 from mlx_sinks.selection import select_columns

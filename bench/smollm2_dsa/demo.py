@@ -9,6 +9,7 @@ perplexity of a given text past index_topk, and how much its text repeats itself
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -21,17 +22,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import AutoTokenizer
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-from blas import with_fast_blas  # noqa: E402
-from build import build  # noqa: E402
+from blas import with_fast_blas
+from build import build
 
+HERE = Path(__file__).resolve().parent
 INDEX_TOPK = 128
 CONTEXT = 8192
-TEXT_TOKENS = 512
 BLOCK = 100
 N = 4
-PROMPT = "Explain in detail, step by step, how a lighthouse works and why ships need one."
+PROMPT = "Explain in detail, step by step, how a lighthouse works and why it is needed."
 RULE = "=" * 10  # mlx_lm.generate prints one before the text and one after it
 ARMS = {
     "stock": ("smollm2-dsa", {}),
@@ -47,8 +46,9 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=Path("build"), help="work folder")
     parser.add_argument("--source", default="index", help="as in build.py")
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=300)
-    parser.add_argument("--temp", type=float, default=0.7)
+    parser.add_argument("--max-tokens", type=int, default=300, help="to generate")
+    parser.add_argument("--text-tokens", type=int, default=512, help="for perplexity")
+    parser.add_argument("--temp", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1, help="seed of the sampling")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--out", type=Path, help="write the JSON to this file too")
@@ -91,6 +91,7 @@ def run_arms(options: argparse.Namespace, console: Console) -> dict:
         waiting = pool.submit(
             perplexities,
             options.build / "smollm2-dsa",
+            options.text_tokens,
             children,
             bar,
             bar.add_task("perplexity of a text, three arms", total=None),
@@ -98,14 +99,14 @@ def run_arms(options: argparse.Namespace, console: Console) -> dict:
         arms = {}
         for arm, (folder, variables) in ARMS.items():
             task = bar.add_task(f"mlx_lm.generate, {arm}", total=options.max_tokens)
+            advance = functools.partial(bar.advance, task)
             command = generate_command(options.build / folder, options)
-            text = generate(command, variables, children, lambda: bar.advance(task))
+            text = generate(command, variables, children, advance)
             bar.update(task, completed=options.max_tokens)
             ids = tokenizer.encode(text, add_special_tokens=False)
+            prefix = "".join(f"{name}={value} " for name, value in variables.items())
             arms[arm] = {
-                "command": " ".join([*(f"{n}={v}" for n, v in variables.items())])
-                + (" " if variables else "")
-                + f"mlx_lm.generate --model {options.build / folder} …",
+                "command": f"{prefix}mlx_lm.generate --model {options.build / folder}",
                 "text": text,
                 "repeated_4_grams": repeated_share(ids),
             }
@@ -146,10 +147,12 @@ def generate(
     return output.split(RULE)[1].strip()
 
 
-def perplexities(folder: Path, children: Children, bar: Progress, task: int) -> dict:
+def perplexities(
+    folder: Path, tokens: int, children: Children, bar: Progress, task: int
+) -> dict:
     """The figures of perplexity.py for the same folder, in a process of its own."""
     script = str(HERE / "perplexity.py")
-    command = [sys.executable, script, f"--model={folder}", f"--tokens={TEXT_TOKENS}"]
+    command = [sys.executable, script, f"--model={folder}", f"--tokens={tokens}"]
     process = children.start([*command, "--json"], {"MLX_SINKS_QUIET": "1"})
     output = process.stdout.read()
     children.finish(process)
@@ -212,7 +215,7 @@ class Children:
 
 def show(result: dict, console: Console) -> None:
     for name, arm in result["arms"].items():
-        console.rule(f"{name}: {arm['command']}", align="left")
+        console.rule(f"{name}: {arm['command']} …", align="left")
         console.print("… " + arm["text"][-400:], markup=False, highlight=False)
     console.rule()
     blocks = max(len(arm["repeated_4_grams"]) for arm in result["arms"].values())

@@ -1,4 +1,4 @@
-"""Perplexity past index_topk of SmolLM2-DSA with random indexers: the guarantee's worth.
+"""Perplexity past index_topk of SmolLM2-DSA with random indexers, arm by arm.
 
     python bench/smollm2_dsa/perplexity.py --model build/smollm2-dsa --seeds 0 1 2
 
@@ -30,13 +30,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 import mlx_sinks
+from build import random_indexers
+from loading import load_folder
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-from build import random_indexers  # noqa: E402
-from loading import load_folder  # noqa: E402
-
-TEXT = HERE / "text.txt"
+TEXT = Path(__file__).with_name("text.txt")
 CHUNK = 128
 
 
@@ -95,7 +92,8 @@ def measure(
 
         def run(name: str) -> dict:
             progress.update(task, description=name)
-            return score(model, ids, index_topk, functools.partial(progress.advance, task))
+            step = functools.partial(progress.advance, task)
+            return score(model, ids, index_topk, step)
 
         with dense(model):
             rows = [{"arm": "dense", "seed": None, **run("dense")}]

@@ -6,7 +6,7 @@ run by mlx-lm with ``--trust-remote-code``. Attention treats the indexer's colum
 """
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,7 +42,7 @@ class SparseAttention(llama.Attention):
         self.indexer = deepseek_v32.Indexer(args.indexer_args())
 
     def __call__(
-        self, x: mx.array, mask: Optional[mx.array] = None, cache: Optional[Any] = None
+        self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None
     ) -> mx.array:
         B, L, _ = x.shape
         queries = self.q_proj(x).reshape(B, L, self.n_heads, -1).swapaxes(1, 2)
@@ -91,7 +91,7 @@ class SparseLlamaModel(nn.Module):
             layer.self_attn = SparseAttention(args)
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
-    def __call__(self, inputs: mx.array, cache: Optional[Any] = None) -> mx.array:
+    def __call__(self, inputs: mx.array, cache: Any | None = None) -> mx.array:
         h = self.embed_tokens(inputs)
         cache = [None] * len(self.layers) if cache is None else cache
         mask = create_attention_mask(
@@ -109,7 +109,7 @@ class Model(nn.Module):
         self.model_type = args.model_type
         self.model = SparseLlamaModel(args)
 
-    def __call__(self, inputs: mx.array, cache: Optional[Any] = None) -> mx.array:
+    def __call__(self, inputs: mx.array, cache: Any | None = None) -> mx.array:
         return self.model.embed_tokens.as_linear(self.model(inputs, cache))
 
     @property

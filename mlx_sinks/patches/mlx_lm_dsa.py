@@ -36,8 +36,7 @@ class DSAPatch:
         return [
             part
             for part in model.modules()
-            if isinstance(part, module.Indexer)
-            and type(part).__call__ is upstream_call
+            if isinstance(part, module.Indexer) and type(part).__call__ is upstream_call
         ]
 
     def self_check(self, module: ModuleType, version: str) -> str | None:
@@ -158,8 +157,7 @@ def _selections(module: ModuleType, forward, left_padding, steps) -> list[mx.arr
 
 def _same(ours: list[mx.array], upstreams: list[mx.array]) -> bool:
     return all(
-        a.shape == b.shape and mx.allclose(a, b).item()
-        for a, b in zip(ours, upstreams)
+        a.shape == b.shape and mx.allclose(a, b).item() for a, b in zip(ours, upstreams)
     )
 
 

@@ -1,0 +1,51 @@
+# make demo   the same prompt through plain mlx_lm.generate: stock, MLX_SINKS=1, dense
+# make test   the whole suite on both ends of the supported mlx-lm range
+# Each works as the only command after a clone; all they write is under build/.
+
+PYTHON ?= python3
+# What mlx runs on: macOS needs nothing; on Linux cpu, or cuda with BACKEND=cuda.
+BACKEND ?= $(if $(filter Darwin,$(shell uname)),,cpu)
+empty :=
+comma := ,
+EXTRAS_LIST = $(subst $(empty) $(empty),$(comma),$(strip $(EXTRAS) $(BACKEND)))
+
+# The oldest supported mlx-lm runs with the oldest mlx that it accepts.
+OLDEST := mlx-lm==0.31.3 mlx==0.31.2
+NEWEST := --upgrade mlx-lm
+
+PIP_OPTIONS := --quiet --disable-pip-version-check
+SUITE := -m pytest --numprocesses 2 --dist loadfile
+
+.PHONY: demo test test-newest test-oldest lint clean
+
+demo: build/venv-demo/ready
+	build/venv-demo/bin/python bench/smollm2_dsa/demo.py --build build --out build/demo.json
+
+test: lint test-newest test-oldest
+
+test-newest: build/venv-newest/ready
+	build/venv-newest/bin/python $(SUITE) --smollm2-seeds 0 1
+
+test-oldest: build/venv-oldest/ready
+	build/venv-oldest/bin/python $(SUITE) --smollm2-seeds 2
+
+lint: build/venv-newest/ready
+	build/venv-newest/bin/ruff check .
+	build/venv-newest/bin/ruff format --check .
+
+build/venv-newest/ready: EXTRAS = dev
+build/venv-newest/ready: RELEASES = $(NEWEST)
+build/venv-oldest/ready: EXTRAS = dev
+build/venv-oldest/ready: RELEASES = $(OLDEST)
+
+build/venv-%/ready: pyproject.toml mlx_sinks.pth
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "make: Python 3.10 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(@D) || { \
+	  echo "make: $(PYTHON) can't make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "Installing mlx-sinks and $(if $(RELEASES),$(lastword $(RELEASES)),mlx-lm) in $(@D) …"
+	@$(@D)/bin/python -m pip install $(PIP_OPTIONS) --editable '.[$(EXTRAS_LIST)]' $(RELEASES)
+	@touch $@
+
+clean:
+	rm -rf build

@@ -1,0 +1,53 @@
+"""No sink is lost in any test: every selection that an indexer makes is looked at."""
+
+import numpy as np
+import pytest
+
+import mlx_sinks
+import oracle
+from mlx_sinks import indexer
+
+
+@pytest.fixture(autouse=True)
+def upstream_restored():
+    yield
+    mlx_sinks.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def selections(monkeypatch):
+    """Holds each selection against the oracle; the (B, L, T) of all that were made."""
+    select = indexer.select_columns
+    made, lost = [], []
+
+    def watched(scores, index_topk, policy, left_padding=None, mask=None):
+        columns = select(scores, index_topk, policy, left_padding, mask)
+        B, _, L, T = scores.shape
+        forced = oracle.forced_columns(
+            policy.sinks,
+            oracle.clamped_recency(policy.sinks, policy.recency, index_topk),
+            B,
+            L,
+            T,
+            None if left_padding is None else left_padding.tolist(),
+            None if mask is None else np.array(mask),
+        )
+        selected = np.zeros((B, 1, L, T), bool)
+        np.put_along_axis(selected, np.array(columns).astype(int), True, axis=-1)
+        made.append((B, L, T))
+        if (forced & ~selected).any():
+            lost.append((B, L, T))
+        return columns
+
+    monkeypatch.setattr(indexer, "select_columns", watched)
+    yield made
+    assert not lost, f"forced columns lost in selections of (B, L, T) = {lost}"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--smollm2-seeds",
+        nargs="+",
+        default=["0"],
+        help="seeds of SmolLM2-DSA's random indexers",
+    )

@@ -1,0 +1,110 @@
+"""A real model whose random indexers lose its sinks, from the package index's weights.
+
+The commands are those of the README; top-k 128 of 512 tokens has the ratio of 256 of
+1,024 at a cost that a CPU without an optimised BLAS can bear.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blas import with_fast_blas
+from demo import repeated_share
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "bench" / "smollm2_dsa"
+# One for each environment; the downloaded weights beside them are shared.
+BUILD = ROOT / "build" / f"test-{Path(sys.prefix).name}"
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(BENCH / script), *map(str, arguments)]
+    return subprocess.run(
+        command, env=with_fast_blas(dict(os.environ)), capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def figures(request):
+    """All arms for the seeds asked for."""
+    folder = BUILD
+    built = run("build.py", "--out", folder, "--index-topk", 128)
+    assert built.returncode == 0, built.stderr
+    seeds = request.config.getoption("--smollm2-seeds")
+    measured = run(
+        "perplexity.py", "--model", folder, "--tokens", 512, "--json", "--seeds", *seeds
+    )
+    assert measured.returncode == 0, measured.stderr
+    return json.loads(measured.stdout)["rows"]
+
+
+def arm(figures, name):
+    return [row for row in figures if row["arm"] == name]
+
+
+def test_random_indexers_lose_sinks_and_the_guarantee_keeps_them(figures):
+    assert all(row["sinks_kept"] < 0.6 for row in arm(figures, "stock"))
+    assert all(row["sinks_kept"] == 1 for row in arm(figures, "sinks"))
+
+
+def test_perplexity_is_near_dense_with_the_guarantee_and_far_without(figures):
+    (dense,) = arm(figures, "dense")
+    assert 30 < dense["perplexity"] < 60
+    assert all(row["times_dense"] < 1.25 for row in arm(figures, "sinks"))
+    assert all(row["times_dense"] > 5 for row in arm(figures, "stock"))
+
+
+def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
+    """Prompt and answer are shorter than index_topk: no arm may differ."""
+    out = tmp_path / "demo.json"
+    demo = run(
+        "demo.py",
+        *("--build", BUILD.with_name(f"{BUILD.name}-demo"), "--out", out),
+        *("--max-tokens", 16, "--text-tokens", 160),
+    )
+    assert demo.returncode == 0, demo.stderr
+    arms = json.loads(out.read_text())["arms"]
+    assert list(arms) == ["stock", "sinks", "dense"]
+    assert len({arm["text"] for arm in arms.values()}) == 1
+    assert len(arms["stock"]["text"]) > 20
+    assert arms["sinks"]["command"].startswith("MLX_SINKS=1 mlx_lm.generate ")
+    for heading in ("sinks kept", "perplexity", "repeats"):
+        assert heading in demo.stdout
+
+
+@pytest.mark.parametrize(
+    ("ids", "shares"),
+    [
+        (range(100), [0.0]),
+        ([1] * 100, [0.99]),  # the first of them stands in no gram seen before
+        ([*range(100), *range(100)], [0.0, 1.0]),
+        ([*range(100), 1, 2, 3, *range(200, 297)], [0.0, 0.0]),
+        ([*range(100), 1, 2, 3, 4, *range(200, 296)], [0.0, 0.04]),
+        (range(140), [0.0]),
+        ([], [0.0]),
+    ],
+)
+def test_repeated_share(ids, shares):
+    assert repeated_share(list(ids)) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "sentence"),
+    [
+        ("perplexity.py", ["--model", "nowhere"], "no model folder at nowhere"),
+        ("perplexity.py", ["--model", "x", "--sinks", "-1"], "sinks must be a whole"),
+        ("build.py", ["--out", "x", "--source", "gone.gguf"], "gone.gguf"),
+        ("build.py", ["--out", ".", "--index-topk", "8"], ". exists and is not"),
+        ("build.py", ["--out", "x", "--index-topk", "0"], "--index-topk must be"),
+    ],
+)
+def test_bad_input_gets_a_sentence(script, arguments, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(script, *arguments)
+    assert result.returncode in (1, 2)
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.glob("*/*"))

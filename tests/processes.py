@@ -1,0 +1,175 @@
+"""Commands as a user starts them, offline, with no variable of ours but those given."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+
+# Seconds before a process counts as hung; a whole run takes about two.
+LIMIT = 120
+
+WITHOUT_PTH = """
+import runpy, sys
+sys.path[:] = {path!r}
+del sys.argv[0]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    assert "mlx_sinks" not in sys.modules
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended and what it wrote."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def ours(self) -> list[str]:
+        """The lines on stderr that begin with our name."""
+        return [line for line in self.stderr.splitlines() if is_ours(line)]
+
+    @property
+    def theirs(self) -> str:
+        """What else is on stderr."""
+        lines = self.stderr.splitlines(keepends=True)
+        return "".join(line for line in lines if not is_ours(line))
+
+    def without_figures(self) -> Outcome:
+        """The same, with speeds and sizes masked."""
+        mask = [re.sub(r"\d+\.\d+", "#", text) for text in (self.stdout, self.stderr)]
+        return Outcome(self.status, *mask)
+
+
+def is_ours(line: str) -> bool:
+    return line.startswith("mlx-sinks")
+
+
+def command(name: str) -> str:
+    """A console script of the environment that runs the tests."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's variables without ours, then those given."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MLX_SINKS")}
+    fixed = {"HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
+    return {**inherited, **fixed, **variables}
+
+
+def run(*argv: str | Path, stdin: str = "", **variables: str) -> Outcome:
+    """Run to the end, for instance ``run(command("mlx_lm.generate"), MLX_SINKS="1")``.
+
+    Output is decoded as it is: bytes are equal where the strings are.
+    """
+    done = subprocess.run(
+        [str(word) for word in argv],
+        input=stdin.encode(),
+        capture_output=True,
+        env=environment(**variables),
+        timeout=LIMIT,
+    )
+    return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def python(code: str, *arguments: str | Path, **variables: str) -> Outcome:
+    """Run ``python -c code arguments``."""
+    return run(sys.executable, "-c", code, *arguments, **variables)
+
+
+def run_without_pth(name: str, *arguments: str | Path) -> Outcome:
+    """Run a console script in an interpreter that processes no .pth file at all.
+
+    The script and the path are those of ``run``; what ``site`` does is left out.
+    """
+    shown = python("import json, sys; print(json.dumps(sys.path[1:]))")
+    path = [str(Path(sys.executable).parent), *json.loads(shown.stdout)]
+    code = WITHOUT_PTH.format(path=path)
+    return run(sys.executable, "-S", "-c", code, command(name), *arguments)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running ``mlx_lm.server``."""
+
+    port: int
+    stderr: Path
+
+    def connection(self) -> HTTPConnection:
+        return HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
+
+    def get(self, path: str) -> int:
+        """Status of a GET."""
+        with contextlib.closing(self.connection()) as connection:
+            connection.request("GET", path)
+            return connection.getresponse().status
+
+    def complete(self, **body) -> tuple[int, dict]:
+        """Status and answer of a completion."""
+        with self.completion(**body) as response:
+            return response.status, json.loads(response.read())
+
+    @contextlib.contextmanager
+    def completion(self, **body):
+        """A completion's response, to be read as it comes."""
+        with contextlib.closing(self.connection()) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            yield connection.getresponse()
+
+    def log(self) -> Outcome:
+        return Outcome(0, "", self.stderr.read_text())
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *argv: str | Path, **variables: str) -> Iterator[Server]:
+    """A server on a free port, its log in ``folder``, ended with the block.
+
+    ``argv`` is the command up to ``--port``.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / "stderr"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*map(str, argv), "--port", str(port)],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=environment(**variables),
+        )
+    try:
+        server = Server(port, log)
+        _wait_for(server, process)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(server: Server, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + LIMIT
+    while True:
+        try:
+            server.get("/health")
+            return
+        except OSError:
+            assert process.poll() is None, server.log().stderr
+            assert time.monotonic() < deadline, server.log().stderr
+            time.sleep(0.05)

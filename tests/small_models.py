@@ -1,0 +1,122 @@
+"""Small random DSA models, in memory or as folders that plain mlx-lm loads."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+KINDS = ("deepseek_v32", "glm_moe_dsa")
+INDEX_TOPK = 16
+END = "<|end|>"
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def config(kind: str, index_topk: int = INDEX_TOPK) -> dict:
+    """A configuration as a checkpoint of that kind has it, in small."""
+    shared = dict(
+        model_type=kind,
+        vocab_size=260,
+        hidden_size=64,
+        index_head_dim=32,
+        index_n_heads=4,
+        index_topk=index_topk,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=4,
+        routed_scaling_factor=1.0,
+        kv_lora_rank=32,
+        q_lora_rank=64,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        qk_nope_head_dim=32,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_layer_freq=1,
+        first_k_dense_replace=1,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        attention_bias=False,
+        eos_token_id=256,
+    )
+    if kind == "glm_moe_dsa":
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        return {**shared, "rope_parameters": rope}
+    return {**shared, "rope_theta": 10000.0}
+
+
+def make(
+    kind: str = "deepseek_v32",
+    index_topk: int = INDEX_TOPK,
+    seed: int = 0,
+    dtype: mx.Dtype = mx.float32,
+    bits: int | None = None,
+) -> nn.Module:
+    """A model of random weights, in groups of 32 where ``bits`` are given."""
+    upstream = importlib.import_module(f"mlx_lm.models.{kind}")
+    mx.random.seed(seed)
+    facts = config(kind, index_topk)
+    if dtype != mx.float32:
+        # mlx's CPU backend multiplies experts in float32 only.
+        facts["first_k_dense_replace"] = facts["num_hidden_layers"]
+    model = upstream.Model(upstream.ModelArgs.from_dict(facts))
+    # Upstream's initialisation gives logits so close together that noise decides.
+    weights = [
+        (name, (mx.random.normal(value.shape) / value.shape[-1] ** 0.5).astype(dtype))
+        if value.ndim > 1
+        else (name, value.astype(dtype))
+        for name, value in tree_flatten(model.parameters())
+    ]
+    model.load_weights(weights)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    mx.eval(model.parameters())
+    return model
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([END])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=END, chat_template=CHAT_TEMPLATE
+    )
+
+
+def write_folder(
+    folder: Path,
+    kind: str = "deepseek_v32",
+    index_topk: int = INDEX_TOPK,
+    seed: int = 0,
+    bits: int | None = None,
+) -> Path:
+    """A model folder for ``--model``; returns ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = config(kind, index_topk)
+    if bits is not None:
+        facts["quantization"] = {"group_size": 32, "bits": bits}
+    (folder / "config.json").write_text(json.dumps(facts))
+    model = make(kind, index_topk, seed, bits=bits)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,98 @@
+"""The start-up hook: what an interpreter does before and until it imports mlx-lm."""
+
+import json
+import statistics
+import time
+from importlib.metadata import distribution
+
+import pytest
+from processes import python
+
+# Answers with the names among its arguments that are loaded.
+LOADED = """
+import json, sys
+print(json.dumps([name for name in sys.argv[1:] if name in sys.modules]))
+"""
+
+MALFORMED = "sinks=x"
+
+# Imports a module twice, as a program does that catches the first error.
+TWICE = """
+import importlib, sys
+for _ in range(2):
+    try:
+        importlib.import_module(sys.argv[1])
+        print("imported")
+    except (ValueError, RuntimeError) as error:
+        print(type(error).__name__)
+"""
+
+UNSUPPORTED = "import mlx_lm; mlx_lm.__version__ = '0.99.0'\n"
+
+
+def loaded(*names, **variables):
+    outcome = python(LOADED, *names, **variables)
+    assert (outcome.status, outcome.stderr) == (0, "")
+    return json.loads(outcome.stdout)
+
+
+@pytest.mark.parametrize("off", [{}, {"MLX_SINKS": ""}], ids=["unset", "empty"])
+def test_nothing_is_loaded_where_the_variable_is_not_set(off):
+    assert loaded("mlx_sinks", "wrapt", "mlx.core", **off) == []
+
+
+@pytest.mark.parametrize("value", ["1", "0", "sinks=8,recency=128", MALFORMED])
+def test_a_program_without_mlx_lm_gets_the_hook_alone(value):
+    names = ("mlx_sinks.activate", "mlx_sinks.patches", "mlx.core", "mlx", "numpy")
+    assert loaded(*names, MLX_SINKS=value) == ["mlx_sinks.activate"]
+
+
+def test_the_pth_line_costs_less_than_a_millisecond(monkeypatch):
+    monkeypatch.delenv("MLX_SINKS", raising=False)
+    installed = distribution("mlx-sinks").locate_file("mlx_sinks.pth")
+    (line,) = installed.read_text().splitlines()
+    seconds = []
+    for _ in range(1001):
+        start = time.perf_counter()
+        # As site does it, compilation included.
+        exec(line, {})
+        seconds.append(time.perf_counter() - start)
+    assert statistics.median(seconds) < 1e-3
+
+
+def test_mlx_lm_alone_is_not_patched_before_a_model_is_imported():
+    code = "import mlx_lm\n" + LOADED
+    outcome = python(code, "mlx_lm.models.deepseek_v32", MLX_SINKS="1")
+    assert (outcome.status, outcome.stdout, outcome.stderr) == (0, "[]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("prelude", "module", "value", "error"),
+    [
+        ("", "mlx_lm", MALFORMED, "PolicyError"),
+        (UNSUPPORTED, "mlx_lm.models.deepseek_v32", "1", "PatchError"),
+        (UNSUPPORTED, "mlx_lm.models.glm_moe_dsa", "1", "PatchError"),
+    ],
+)
+def test_a_program_that_tries_again_is_refused_again(prelude, module, value, error):
+    outcome = python(prelude + TWICE, module, MLX_SINKS=value)
+    assert outcome.stdout.split() == [error, error]
+    assert (outcome.status, outcome.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_errors_of_others_keep_their_traceback(where):
+    code = """
+import sys, threading
+import mlx_lm
+def fail():
+    raise KeyError("theirs")
+if sys.argv[1] == "main":
+    fail()
+thread = threading.Thread(target=fail)
+thread.start()
+thread.join()
+"""
+    on, off = (python(code, where, **on) for on in ({"MLX_SINKS": "1"}, {}))
+    assert "KeyError: 'theirs'" in on.stderr
+    assert on == off
