@@ -3,9 +3,9 @@
 import sys
 
 import pytest
-from processes import command, run
 
 import mlx_sinks
+from processes import command, run
 
 SHOW_VARIABLE = 'import os; print(os.environ["MLX_SINKS"])'
 SHOW_ARGUMENTS = "import sys; print(sys.argv[1:])"

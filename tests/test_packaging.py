@@ -11,10 +11,10 @@ import pytest
 import wrapt
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from processes import LIMIT, environment, run
 
 import mlx_sinks
 from mlx_sinks.patches.registry import PATCHES
+from processes import LIMIT, environment, run
 
 ROOT = Path(__file__).parents[1]
 MODULES = {file.relative_to(ROOT).as_posix() for file in ROOT.glob("mlx_sinks/**/*.py")}

@@ -216,7 +216,8 @@ class Children:
 def show(result: dict, console: Console) -> None:
     for name, arm in result["arms"].items():
         console.rule(f"{name}: {arm['command']} …", align="left")
-        console.print("… " + arm["text"][-400:], markup=False, highlight=False)
+        tail = " ".join(arm["text"].split())[-400:]
+        console.print(f"… {tail}", markup=False, highlight=False)
     console.rule()
     blocks = max(len(arm["repeated_4_grams"]) for arm in result["arms"].values())
     table = Table(

@@ -1,0 +1,138 @@
+"""``mlx_lm.server`` with the variable set: batches, the prompt cache, a dead policy."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import mlx_lm
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+from packaging.version import Version
+
+import mlx_sinks
+import small_models
+from processes import command, serving
+
+INDEX_TOPK = 32
+POLICY = mlx_sinks.SinkPolicy(sinks=4, recency=8)
+VALUE = "sinks=4,recency=8"
+PROMPTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "Pack my box with five dozen liquor jugs, said the wizard to the judge; "
+    "how vexingly quick daft zebras jump over the sphinx of black quartz.",
+)
+MAX_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model folder, and the same model in this process."""
+
+    folder: str
+    model: object
+    tokenizer: object
+
+    @property
+    def only_letters(self) -> dict[int, float]:
+        """A bias to printable ASCII: then text and tokens tell the same."""
+        shown = [self.tokenizer.decode([token]) for token in range(260)]
+        plain = [len(t) == 1 and t.isascii() and t.isprintable() for t in shown]
+        return {token: -1e4 for token, keep in enumerate(plain) if not keep}
+
+    def alone(self, prompt, policy):
+        """The text of one prompt, generated in this process."""
+        biased = make_logits_processors(self.only_letters)
+        with mlx_sinks.patched(policy) if policy else nullcontext():
+            return mlx_lm.generate(
+                self.model,
+                self.tokenizer,
+                prompt,
+                max_tokens=MAX_TOKENS,
+                logits_processors=biased,
+            )
+
+    def request(self, prompt, **more):
+        return {
+            "prompt": prompt,
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0,
+            "logit_bias": self.only_letters,
+            **more,
+        }
+
+
+@pytest.fixture(scope="module", params=small_models.KINDS)
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    small_models.write_folder(folder, request.param, INDEX_TOPK)
+    return Model(str(folder), *mlx_lm.load(str(folder)))
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    argv = (command("mlx_lm.server"), "--model", model.folder)
+    log = tmp_path_factory.mktemp("server")
+    with serving(log, *argv, MLX_SINKS=VALUE) as running:
+        yield running
+
+
+def complete(server, model, prompt):
+    """Text and number of cached tokens."""
+    status, answer = server.complete(**model.request(prompt))
+    assert status == 200, answer
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], cached
+
+
+def sequences_in_cache(server):
+    """As the server logs it whenever it takes a request up."""
+    found = re.findall(r"Prompt Cache: (\d+) sequences", server.log().stderr)
+    return [int(number) for number in found]
+
+
+def test_two_prompts_at_once_get_the_text_of_each_alone(server, model):
+    # Requests with a seed are served alone: what comes meanwhile is queued and
+    # taken up together.
+    first = model.request("Wait.", max_tokens=300, seed=0, stream=True)
+    with server.completion(**first) as response, ThreadPoolExecutor(2) as pool:
+        assert response.readline()
+        together = pool.map(lambda prompt: complete(server, model, prompt), PROMPTS)
+        response.read()
+        texts = [text for text, _ in together]
+    assert texts == [model.alone(prompt, POLICY) for prompt in PROMPTS]
+    assert texts != [model.alone(prompt, None) for prompt in PROMPTS]
+    # None of the two had ended when the other was taken up.
+    before, after = sequences_in_cache(server)[-2:]
+    assert before == after
+
+
+def test_a_reused_prefix_gives_the_text_of_the_whole_prompt(server, model):
+    text, _ = complete(server, model, PROMPTS[0])
+    longer = PROMPTS[0] + text + PROMPTS[1]
+    continued, cached = complete(server, model, longer)
+    assert len(PROMPTS[0]) < cached < len(longer)
+    assert continued == model.alone(longer, POLICY)
+    assert continued != model.alone(longer, None)
+
+
+def test_one_line_says_what_is_kept(server, model):
+    complete(server, model, PROMPTS[0])
+    (line,) = server.log().ours
+    assert str(POLICY) in line
+    assert f"mlx-lm {version('mlx-lm')}" in line
+
+
+@pytest.mark.skipif(
+    Version(version("mlx-lm")) < Version("0.32.0"),
+    reason="0.31's server never answers once its generation thread has died",
+)
+def test_a_policy_that_can_not_hold_ends_the_service(tmp_path):
+    folder = small_models.write_folder(tmp_path / "model", index_topk=INDEX_TOPK)
+    argv = (command("mlx_lm.server"), "--model", folder)
+    with serving(tmp_path, *argv, MLX_SINKS=f"sinks={INDEX_TOPK}") as server:
+        with pytest.raises(ConnectionError):
+            server.complete(prompt="short")
+        assert server.get("/health") == 503
+        assert f"sinks={INDEX_TOPK} must be smaller" in server.log().stderr
