@@ -5,55 +5,75 @@ Nothing of MLX is imported before the program imports mlx-lm itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
 import threading
-from types import ModuleType
+from collections.abc import Callable
 
-import wrapt
-
-from .policy import PolicyError, SinkPolicy
+from .policy import VARIABLE, PolicyError, SinkPolicy
 
 
+@functools.cache  # a virtual environment may process its .pth files twice
 def start() -> None:
     """Watch for mlx-lm; called at interpreter start where ``MLX_SINKS`` is set."""
-    wrapt.register_post_import_hook(_on_mlx_lm, "mlx_lm")
+    # A malformed value is said to programs that import mlx-lm, and to no others.
+    with contextlib.suppress(PolicyError):
+        if SinkPolicy.from_env() is None:
+            return
+    _when_imported("mlx_lm", _on_mlx_lm)
 
 
-def _on_mlx_lm(_: ModuleType) -> None:
-    _speak_in_sentences()
+def _on_mlx_lm() -> None:
+    sys.excepthook = functools.partial(_say_ours, sys.excepthook)
+    threading.excepthook = functools.partial(_say_ours_of_thread, threading.excepthook)
     policy = SinkPolicy.from_env()
-    if policy is None:
+    if policy is None:  # the program itself has switched it off since
         return
     from .patches.registry import PATCHES, install_from_environment
 
     for name, patch in PATCHES.items():
-        wrapt.register_post_import_hook(
-            lambda _, name=name: install_from_environment(policy, name), patch.module
-        )
+        install = functools.partial(install_from_environment, policy, name)
+        _when_imported(patch.module, install)
 
 
-def _speak_in_sentences() -> None:
-    """Our own errors end the program with their sentence instead of a traceback."""
-    sys.excepthook = functools.partial(_say_ours, sys.excepthook)
-    threading.excepthook = functools.partial(_say_ours_of_thread, threading.excepthook)
+def _when_imported(name: str, act: Callable[[], object]) -> None:
+    """Call ``act`` after each import of a module until one succeeds.
+
+    A module whose hook refuses is not imported; when somebody tries again it must be
+    refused again, rather than run unpatched.
+    """
+    import wrapt
+
+    def hook(_):
+        try:
+            act()
+        except BaseException:
+            sys.modules.pop(name, None)
+            _when_imported(name, act)
+            raise
+
+    wrapt.register_post_import_hook(hook, name)
 
 
-def _is_ours(kind: type[BaseException]) -> bool:
+def _is_about_the_environment(error: BaseException | None) -> bool:
+    """Ours, and told whole by its sentence: it names the variable to change."""
     from .patches.registry import PatchError
 
-    return issubclass(kind, (PolicyError, PatchError))
+    return isinstance(error, (PolicyError, PatchError)) and VARIABLE in str(error)
 
 
 def _say_ours(otherwise, kind, error, traceback) -> None:
-    if _is_ours(kind):
+    if _is_about_the_environment(error):
         print(f"mlx-sinks: {error}", file=sys.stderr)
     else:
         otherwise(kind, error, traceback)
 
 
 def _say_ours_of_thread(otherwise, args) -> None:
-    if _is_ours(args.exc_type):
-        print(f"mlx-sinks: {args.exc_value}", file=sys.stderr)
-    else:
-        otherwise(args)
+    if not _is_about_the_environment(args.exc_value):
+        return otherwise(args)
+    print(f"mlx-sinks: {args.exc_value}", file=sys.stderr, flush=True)
+    # mlx-lm 0.31.3's server would wait for ever for the thread that has just died.
+    os._exit(1)

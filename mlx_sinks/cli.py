@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 from . import __version__
-from .policy import ACCEPTED, VARIABLE, PolicyError, SinkPolicy
+from .policy import ACCEPTED, VARIABLE, PolicyError, SinkPolicy, parse_count
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,15 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
     run = commands.add_parser(
         "run",
         help=f"run a command with {VARIABLE} set",
-        description=f"Runs a command with {VARIABLE} set: as it is in your "
-        f"environment, or {VARIABLE}=1. Accepted forms: {ACCEPTED}.",
+        description=f"Runs a command of this Python environment, or of the PATH, with "
+        f"{VARIABLE} set: as it is in your environment, or {VARIABLE}=1. "
+        f"Accepted forms: {ACCEPTED}.",
         usage="mlx-sinks run [--sinks N] [--recency N] COMMAND [ARGUMENT ...]",
     )
     for name in ("sinks", "recency"):
-        run.add_argument(f"--{name}", metavar="N", help=f"{name} to keep, in tokens")
+        run.add_argument(f"--{name}", metavar="N", help="tokens to keep")
     run.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    return _run(options)
+    return _run(parser.parse_args(arguments))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -37,19 +39,25 @@ def _run(options: argparse.Namespace) -> int:
     if not argv:
         return _fail("run what? For instance: mlx-sinks run mlx_lm.generate --model …")
     asked = {name: getattr(options, name) for name in ("sinks", "recency")}
-    counts = [f"{name}={value}" for name, value in asked.items() if value is not None]
+    asked = {name: text for name, text in asked.items() if text is not None}
     environment = dict(os.environ)
+    # The start-up hook is in this environment; another one's commands know nothing.
+    own_commands = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([own_commands, os.environ.get("PATH", "")])
     try:
-        if counts:
-            environment[VARIABLE] = ",".join(counts)
-        if SinkPolicy.from_env(environment) is None:
+        policy = SinkPolicy.from_env()
+        if asked:
+            counts = {name: parse_count(name, text) for name, text in asked.items()}
+            policy = replace(policy or SinkPolicy(), **counts)
+            environment[VARIABLE] = f"sinks={policy.sinks},recency={policy.recency}"
+        elif policy is None:
             environment[VARIABLE] = "1"
+        os.execvpe(argv[0], argv, environment)
     except PolicyError as error:
         return _fail(str(error))
-    try:
-        os.execvpe(argv[0], argv, environment)
     except OSError as error:
-        return _fail(f"can't run {argv[0]}: {error.strerror}", status=127)
+        status = 126 if isinstance(error, PermissionError) else 127
+        return _fail(f"can't run {argv[0]}: {error.strerror}", status)
 
 
 def _fail(sentence: str, status: int = 2) -> int:

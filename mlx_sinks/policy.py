@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,7 +13,7 @@ from dataclasses import dataclass, fields
 VARIABLE = "MLX_SINKS"
 ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128"'
 _ON = frozenset({"1", "on", "true", "yes"})
-_OFF = frozenset({"", "0", "off", "false", "no"})
+OFF = frozenset({"", "0", "off", "false", "no"})
 
 
 class PolicyError(ValueError):
@@ -73,7 +74,7 @@ class SinkPolicy:
         """
         value = (os.environ if environ is None else environ).get(VARIABLE, "")
         word = value.strip().lower()
-        if word in _OFF:
+        if word in OFF:
             return None
         if word in _ON:
             return cls()
@@ -115,6 +116,16 @@ def _fit(policy: SinkPolicy, index_topk: int) -> SinkPolicy:
     return SinkPolicy(policy.sinks, room)
 
 
+def parse_count(name: str, text: str) -> int:
+    """A number of tokens as it is written in the variable or an option."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise PolicyError(
+            f"{name} must be a whole number of tokens >= 0, of at most nine digits, "
+            f"not {text[:40]!r}"
+        )
+    return int(text)
+
+
 def _parse_counts(text: str, names: set[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for item in text.split(","):
@@ -124,9 +135,5 @@ def _parse_counts(text: str, names: set[str]) -> dict[str, int]:
             raise PolicyError(f"{name!r} is not a setting (known: {known})")
         if name in counts:
             raise PolicyError(f"{name} is given twice")
-        if not (number.isascii() and number.isdigit()):
-            raise PolicyError(
-                f"{name} must be a whole number of tokens >= 0, not {number!r}"
-            )
-        counts[name] = int(number)
+        counts[name] = parse_count(name, number)
     return counts

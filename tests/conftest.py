@@ -9,7 +9,11 @@ from mlx_sinks import indexer
 
 
 @pytest.fixture(autouse=True)
-def upstream_restored():
+def upstream_restored(monkeypatch):
+    """No test starts or ends patched, whatever the shell that runs them has set."""
+    monkeypatch.delenv("MLX_SINKS", raising=False)
+    monkeypatch.delenv("MLX_SINKS_QUIET", raising=False)
+    mlx_sinks.uninstall()
     yield
     mlx_sinks.uninstall()
 

@@ -33,11 +33,11 @@ def refused(outcome, status, *words):
         ([], "off", "1"),
         ([], "1", "1"),
         ([], "sinks=8,recency=128", "sinks=8,recency=128"),
-        (["--sinks", "8"], None, "sinks=8"),
-        (["--recency", "16"], "0", "recency=16"),
+        (["--sinks", "8"], None, "sinks=8,recency=64"),
+        (["--recency", "16"], "0", "sinks=4,recency=16"),
         (["--sinks", "8", "--recency", "16"], None, "sinks=8,recency=16"),
         (["--sinks=0", "--recency=0"], None, "sinks=0,recency=0"),
-        (["--sinks", "2"], "sinks=8,recency=128", "sinks=2"),
+        (["--sinks", "2"], "sinks=8,recency=128", "sinks=2,recency=128"),
     ],
 )
 def test_the_command_sees_this_value(options, inherited, seen):
@@ -80,6 +80,7 @@ def test_input_and_both_outputs_are_the_commands():
         (["--sinks", "-1"], {}, ["sinks", "'-1'", "whole number"]),
         (["--recency=1.5"], {}, ["recency", "'1.5'", "whole number"]),
         (["--recency="], {}, ["recency", "whole number"]),
+        (["--sinks", "4,recency=7"], {}, ["sinks", "'4,recency=7'", "whole number"]),
         ([], {"MLX_SINKS": "sinks=x"}, ["MLX_SINKS", "'x'", "sinks=8,recency=128"]),
         ([], {"MLX_SINKS": "8"}, ["MLX_SINKS", "'8'", "sinks=8,recency=128"]),
     ],

@@ -49,6 +49,8 @@ def test_counts(value, policy):
         "sinks=-1",
         "sinks=1.5",
         "sinks=1e3",
+        "sinks=1000000000",
+        "sinks=" + "9" * 5000,
         "sinks=٤",
         "sinks=4;recency=8",
         "sinks=4,sinks=5",

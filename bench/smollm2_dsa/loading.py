@@ -19,8 +19,8 @@ def load_folder(folder: str) -> tuple[nn.Module, TokenizerWrapper, dict]:
     FileNotFoundError
         No such folder; mlx-lm would look for it on a hub.
     """
-    if not Path(folder, "config.json").is_file():
-        raise FileNotFoundError(f"no model folder at {folder}: build it with build.py")
+    if not Path(folder, "smollm2_dsa.py").is_file():
+        raise FileNotFoundError(f"{folder} is no model folder that build.py wrote")
     # Releases before 0.32 run the folder's architecture without being asked.
     trusted = "trust_remote_code" in inspect.signature(load).parameters
     options = {"trust_remote_code": True} if trusted else {}

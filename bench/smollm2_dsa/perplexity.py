@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import platform
 import sys
@@ -30,6 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import mlx_sinks
+from arguments import add_output, count, put_out, seed
 from build import random_indexers
 from loading import load_folder
 
@@ -43,31 +43,23 @@ def main() -> int:
     )
     parser.add_argument("--model", required=True, help="folder written by build.py")
     parser.add_argument("--text", type=Path, default=TEXT, help="plain text to predict")
-    parser.add_argument("--tokens", type=int, default=1024, help="length to read")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED")
+    parser.add_argument("--tokens", type=count, default=1024, help="length to read")
+    parser.add_argument("--seeds", type=seed, nargs="+", default=[0], metavar="SEED")
     parser.add_argument("--sinks", type=int, help="sinks to keep")
     parser.add_argument("--recency", type=int, help="recent tokens to keep")
-    parser.add_argument("--json", action="store_true", help="print JSON, no table")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    add_output(parser)
     options = parser.parse_args()
     counts = {"sinks": options.sinks, "recency": options.recency}
     try:
         policy = mlx_sinks.SinkPolicy(
             **{name: count for name, count in counts.items() if count is not None}
         )
-        result = measure(
-            options.model, options.text, options.tokens, options.seeds, policy
-        )
+        seeds = list(dict.fromkeys(options.seeds))
+        result = measure(options.model, options.text, options.tokens, seeds, policy)
+        put_out(result, options, show)
     except (OSError, ValueError) as error:
         print(f"perplexity.py: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(result, indent=2)
-    if options.out:
-        options.out.write_text(text + "\n")
-    if options.json:
-        print(text)
-    else:
-        Console().print(table(result))
     return 0
 
 
@@ -80,6 +72,7 @@ def measure(
 ) -> dict:
     """Run all arms and return their figures with what is needed to repeat them."""
     model, tokenizer, config = load_folder(folder)
+    mlx_sinks.uninstall()  # MLX_SINKS may be set: stock must be stock
     ids = tokenizer.encode(text.read_text())[:tokens]
     index_topk = config["index_topk"]
     if len(ids) < tokens:
@@ -188,8 +181,7 @@ def dense(model: nn.Module) -> Iterator[None]:
             indexer.index_topk = index_topk
 
 
-def table(result: dict) -> Table:
-    """The figures as people read them."""
+def show(result: dict, console: Console) -> None:
     view = Table(
         title=f"Perplexity past index_topk {result['index_topk']} of "
         f"{result['tokens']} tokens, sinks: {result['policy']}"
@@ -205,7 +197,7 @@ def table(result: dict) -> Table:
             f"{row['times_dense']:.2f}",
             "all" if kept is None else f"{kept:.1%}",
         )
-    return view
+    console.print(view)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,6 @@ class DSAPatch:
 
     def __init__(self):
         self._policy: SinkPolicy | None = None
-        self._upstream = None
-        self._forward = None
 
     def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
         upstream_call = module.Indexer.__call__
@@ -39,10 +37,16 @@ class DSAPatch:
             if isinstance(part, module.Indexer) and type(part).__call__ is upstream_call
         ]
 
+    def is_on(self, module: ModuleType) -> bool:
+        # A wrapper made with functools.wraps has our mark too, and calls us.
+        return hasattr(_call(module), "sinks_forward")
+
     def self_check(self, module: ModuleType, version: str) -> str | None:
-        if module.Indexer.__call__.__module__ != self.module:
-            other = module.Indexer.__call__.__module__
-            return f"Indexer.__call__ has been replaced by {other}"
+        call = module.Indexer.__call__
+        if call.__module__ != self.module or hasattr(call, "__wrapped__"):
+            code = getattr(call, "__code__", None)
+            place = f" in {code.co_filename}" if code else ""
+            return f"Indexer.__call__ is replaced by code of {call.__module__}{place}"
         with _random_state_kept():
             indexer = _small_indexer(module)
         ours = functools.partial(
@@ -61,19 +65,19 @@ class DSAPatch:
         self, module: ModuleType, version: str, policy: SinkPolicy | None
     ) -> None:
         self._policy = policy
-        if self._forward is None:
-            self._upstream = module.Indexer.__call__
-            self._forward = self._make_forward(self._upstream, _dialect(version))
-            module.Indexer.__call__ = self._forward
+        if not self.is_on(module):
+            module.Indexer.__call__ = self._forward(
+                module.Indexer.__call__, _dialect(version)
+            )
 
     def uninstall(self, module: ModuleType) -> None:
         # Somebody may have wrapped our forward since: then it stays, passing through.
         self._policy = None
-        if module.Indexer.__call__ is self._forward:
-            module.Indexer.__call__ = self._upstream
-            self._upstream = self._forward = None
+        call = _call(module)
+        if getattr(call, "sinks_forward", None) is call is not None:
+            module.Indexer.__call__ = call.__wrapped__
 
-    def _make_forward(self, upstream, dialect):
+    def _forward(self, upstream, dialect):
         @functools.wraps(upstream)
         def forward(indexer, x, qr, mask, cache=None):
             policy = getattr(indexer, "sink_policy", None) or self._policy
@@ -83,7 +87,13 @@ class DSAPatch:
                 indexer, x, qr, mask, cache, policy=policy, dialect=dialect
             )
 
+        forward.sinks_forward = forward
         return forward
+
+
+def _call(module: ModuleType) -> Any:
+    indexer = getattr(module, "Indexer", None)
+    return indexer and indexer.__call__
 
 
 def _dialect(version: str) -> Dialect:

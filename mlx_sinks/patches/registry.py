@@ -17,7 +17,7 @@ import mlx.core as mx
 from packaging.specifiers import SpecifierSet
 
 from .. import __version__
-from ..policy import SinkPolicy
+from ..policy import OFF, SinkPolicy
 from .mlx_lm_dsa import DSAPatch
 
 QUIET_VARIABLE = "MLX_SINKS_QUIET"
@@ -40,6 +40,9 @@ class Patch(Protocol):
     def find(self, model: Any, module: ModuleType) -> list[Any]:
         """The parts of a model that this patch reaches."""
 
+    def is_on(self, module: ModuleType) -> bool:
+        """Whether upstream's calls reach this patch: a reload may have undone it."""
+
     def self_check(self, module: ModuleType, version: str) -> str | None:
         """What differs from this upstream with an empty policy; ``None`` if nothing."""
 
@@ -49,7 +52,7 @@ class Patch(Protocol):
         """Put the patch in, or give the one that is in another policy."""
 
     def uninstall(self, module: ModuleType) -> None:
-        """Put upstream's own code back."""
+        """Put upstream's own code back; nothing to do is not an error."""
 
 
 PATCHES: dict[str, Patch] = {patch.name: patch for patch in (DSAPatch(),)}
@@ -94,7 +97,6 @@ class _Wish:
 
 _lock = threading.RLock()
 _wishes: tuple[_Wish, ...] = ()
-_installed: set[str] = set()
 
 
 def install(
@@ -164,6 +166,8 @@ def apply(model: Any, policy: SinkPolicy | None) -> int:
     """Give one model a policy of its own, which comes before any installed one.
 
     Works without ``install`` too: other models then keep running upstream's own code.
+    A pickled model takes its policy along, but not the patch: the process that loads it
+    has to call ``apply`` or ``install`` itself.
 
     Parameters
     ----------
@@ -256,16 +260,15 @@ def _set_wishes(wishes: tuple[_Wish, ...]) -> None:
 def _follow_wishes() -> None:
     for name, patch in PATCHES.items():
         policies = [wish.policy for wish in _wishes if name in wish.targets]
+        module = sys.modules.get(patch.module)
         if policies:
-            module, version = sys.modules[patch.module], _mlx_lm_version()
-            if name not in _installed:
+            version = _mlx_lm_version()
+            if not patch.is_on(module):
                 _refuse_unknown(patch, module, version)
             # A model's own wish has no policy for the others.
             patch.install(module, version, next(filter(None, reversed(policies)), None))
-            _installed.add(name)
-        elif name in _installed:
-            patch.uninstall(sys.modules[patch.module])
-            _installed.remove(name)
+        elif module is not None:
+            patch.uninstall(module)
 
 
 def _refuse_unknown(patch: Patch, module: ModuleType, version: str) -> None:
@@ -298,5 +301,5 @@ def _report(name: str, policy: SinkPolicy) -> PatchReport:
 @functools.cache
 def _say(line: str) -> None:
     """Once a process: a block in a loop should not fill the terminal."""
-    if os.environ.get(QUIET_VARIABLE, "") in ("", "0"):
+    if os.environ.get(QUIET_VARIABLE, "").strip().lower() in OFF:
         print(line, file=sys.stderr, flush=True)

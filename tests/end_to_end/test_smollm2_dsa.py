@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from blas import with_fast_blas
 from demo import repeated_share
 
@@ -20,11 +21,10 @@ BENCH = ROOT / "bench" / "smollm2_dsa"
 BUILD = ROOT / "build" / f"test-{Path(sys.prefix).name}"
 
 
-def run(script, *arguments):
+def run(script, *arguments, **variables):
     command = [sys.executable, str(BENCH / script), *map(str, arguments)]
-    return subprocess.run(
-        command, env=with_fast_blas(dict(os.environ)), capture_output=True, text=True
-    )
+    environment = with_fast_blas({**os.environ, **variables})
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def figures(request):
     built = run("build.py", "--out", folder, "--index-topk", 128)
     assert built.returncode == 0, built.stderr
     seeds = request.config.getoption("--smollm2-seeds")
-    measured = run(
-        "perplexity.py", "--model", folder, "--tokens", 512, "--json", "--seeds", *seeds
-    )
+    facts = ["--model", folder, "--tokens", 512, "--json", "--seeds", *seeds]
+    # With the variable set, too, stock has to be stock.
+    measured = run("perplexity.py", *facts, MLX_SINKS="1")
     assert measured.returncode == 0, measured.stderr
     return json.loads(measured.stdout)["rows"]
 
@@ -92,19 +92,57 @@ def test_repeated_share(ids, shares):
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "sentence"),
+    ("command", "sentence"),
     [
-        ("perplexity.py", ["--model", "nowhere"], "no model folder at nowhere"),
-        ("perplexity.py", ["--model", "x", "--sinks", "-1"], "sinks must be a whole"),
-        ("build.py", ["--out", "x", "--source", "gone.gguf"], "gone.gguf"),
-        ("build.py", ["--out", ".", "--index-topk", "8"], ". exists and is not"),
-        ("build.py", ["--out", "x", "--index-topk", "0"], "--index-topk must be"),
+        ("perplexity.py --model nowhere", "nowhere is no model folder"),
+        ("perplexity.py --model nowhere --sinks -1", "sinks must be a whole"),
+        ("perplexity.py --model nowhere --seeds -1", "a whole number from 0"),
+        ("perplexity.py --model nowhere --out .", ". is a folder"),
+        ("build.py --out x --source gone.gguf", "gone.gguf"),
+        ("build.py --out x --source gone", "'gone': no such file or folder"),
+        ("build.py --out x --index-topk 0", "--index-topk: a whole number >= 1"),
+        ("build.py --out mine", "is not a folder that this script wrote"),
+        ("build.py --out mine/notes.txt", "is not a folder that this script wrote"),
+        ("demo.py --text-tokens 100", "--text-tokens must go past index_topk"),
+        ("demo.py --out mine/notes.txt/x.json", "mine/notes.txt/x.json"),
     ],
 )
-def test_bad_input_gets_a_sentence(script, arguments, sentence, tmp_path, monkeypatch):
+def test_bad_input_gets_a_sentence_and_loses_nothing(
+    command, sentence, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    result = run(script, *arguments)
+    notes = tmp_path / "mine" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    result = run(*command.split())
     assert result.returncode in (1, 2)
     assert sentence in result.stderr
     assert "Traceback" not in result.stderr
-    assert not list(tmp_path.glob("*/*"))
+    assert sorted(tmp_path.rglob("*")) == [notes.parent, notes]
+    assert notes.read_text() == "mine"
+
+
+def test_a_build_replaces_its_own_folder_from_the_present_source(tmp_path):
+    """A local source is read anew, and its figures are the wheel's."""
+    source = BUILD.with_name(f"{BUILD.name}-demo") / "smollm2-dsa"
+    for topk in (8, 16):
+        built = run(
+            "build.py",
+            "--source",
+            source,
+            "--out",
+            tmp_path / "x",
+            "--index-topk",
+            topk,
+        )
+        assert built.returncode == 0, built.stderr
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert config["index_topk"] == 16
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    names = {path.name for path in source.iterdir()}
+    assert {path.name for path in (tmp_path / "x").iterdir()} == names
+    ours, theirs = (
+        (folder / "model.safetensors").read_bytes()
+        for folder in (tmp_path / "x", source)
+    )
+    assert len(ours) == len(theirs)

@@ -1,5 +1,8 @@
 """Who asked for what, and what is in force: install, uninstall, nesting, threads."""
 
+import functools
+import importlib
+import sys
 import threading
 
 import mlx.core as mx
@@ -249,9 +252,12 @@ class TestRefusal:
         def theirs(self, x, qr, mask, cache=None):
             return UPSTREAM(self, x, qr, mask, cache)
 
-        monkeypatch.setattr(deepseek_v32.Indexer, "__call__", theirs)
-        with pytest.raises(PatchError, match=f"replaced by {__name__}"):
-            mlx_sinks.install()
+        for wrapper in (theirs, functools.wraps(UPSTREAM)(theirs)):
+            monkeypatch.setattr(deepseek_v32.Indexer, "__call__", wrapper)
+            with pytest.raises(
+                PatchError, match="replaced by code of .* in .*test_reg"
+            ):
+                mlx_sinks.install()
         monkeypatch.undo()
 
     def test_of_another_signature(self, monkeypatch):
@@ -280,6 +286,44 @@ def test_code_wrapped_after_us_is_left_and_runs_upstream(monkeypatch):
     through_theirs = model(inputs)
     monkeypatch.setattr(deepseek_v32.Indexer, "__call__", UPSTREAM)
     assert mx.array_equal(through_theirs, model(inputs))
+
+
+def test_code_that_wraps_ours_well_is_reached_through(monkeypatch, selections):
+    mlx_sinks.install(SinkPolicy(1, 1))
+    theirs = functools.wraps(deepseek_v32.Indexer.__call__)(
+        lambda self, *rest, ours=deepseek_v32.Indexer.__call__, **named: ours(
+            self, *rest, **named
+        )
+    )
+    monkeypatch.setattr(deepseek_v32.Indexer, "__call__", theirs)
+    mlx_sinks.install(SinkPolicy(2, 2))
+    selections.clear()
+    mx.eval(small_models.make()(mx.arange(24)[None]))
+    assert len(selections) == 2
+    assert policy_in_force() == SinkPolicy(2, 2)
+
+
+def test_install_after_somebody_restored_upstream(monkeypatch):
+    mlx_sinks.install()
+    monkeypatch.setattr(deepseek_v32.Indexer, "__call__", UPSTREAM)
+    mlx_sinks.install()
+    assert is_on()
+
+
+def test_install_after_a_second_import(monkeypatch):
+    """A reload makes a new Indexer; a report must not speak of the old one."""
+    mlx_sinks.install()
+    name = deepseek_v32.__name__
+    monkeypatch.delitem(sys.modules, name)
+    again = importlib.import_module(name)
+    upstream = again.Indexer.__call__
+    mlx_sinks.install()
+    assert again.Indexer.__call__ is not upstream
+    mlx_sinks.uninstall()
+    assert again.Indexer.__call__ is upstream
+    monkeypatch.undo()
+    mlx_lm.models.deepseek_v32 = deepseek_v32
+    deepseek_v32.Indexer.__call__ = UPSTREAM
 
 
 def test_installing_leaves_the_random_numbers_alone():
