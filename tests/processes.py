@@ -107,6 +107,7 @@ class Server:
 
     port: int
     stderr: Path
+    process: subprocess.Popen
 
     def connection(self) -> HTTPConnection:
         return HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
@@ -151,8 +152,8 @@ def serving(folder: Path, *argv: str | Path, **variables: str) -> Iterator[Serve
             env=environment(**variables),
         )
     try:
-        server = Server(port, log)
-        _wait_for(server, process)
+        server = Server(port, log, process)
+        _wait_for(server)
         yield server
     finally:
         process.terminate()
@@ -163,13 +164,13 @@ def serving(folder: Path, *argv: str | Path, **variables: str) -> Iterator[Serve
             process.wait()
 
 
-def _wait_for(server: Server, process: subprocess.Popen) -> None:
+def _wait_for(server: Server) -> None:
     deadline = time.monotonic() + LIMIT
     while True:
         try:
             server.get("/health")
             return
         except OSError:
-            assert process.poll() is None, server.log().stderr
+            assert server.process.poll() is None, server.log().stderr
             assert time.monotonic() < deadline, server.log().stderr
             time.sleep(0.05)

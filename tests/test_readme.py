@@ -3,18 +3,15 @@
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
 
 import small_models
 from blas import with_fast_blas
+from processes import command, serving
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -61,31 +58,14 @@ def test_the_variable_before_the_plain_command(checkpoint):
         assert "mlx-sinks: keeping 4 sinks + 64 recent" in result.stderr
 
 
-def test_the_server_through_mlx_sinks_run(checkpoint):
+def test_the_server_through_mlx_sinks_run(checkpoint, tmp_path):
     (line,) = commands("mlx-sinks run mlx_lm.server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    argv = shlex.split(line.replace(CHECKPOINT, str(checkpoint)))
-    server = subprocess.Popen(
-        [*argv, "--port", str(port)], env=environment(), stderr=subprocess.PIPE
-    )
-    try:
-        deadline = monotonic() + 120
-        while not _answers(f"http://127.0.0.1:{port}/health"):
-            assert server.poll() is None and monotonic() < deadline
-            sleep(0.2)
-    finally:
-        server.terminate()
-        _, said = server.communicate(timeout=60)
-    assert b"mlx-sinks: keeping 4 sinks + 64 recent" in said
-
-
-def _answers(address):
-    try:
-        return urllib.request.urlopen(address, timeout=10).status == 200
-    except (urllib.error.URLError, ConnectionError):
-        return False
+    words = shlex.split(line.replace(CHECKPOINT, str(checkpoint)))
+    with serving(tmp_path, command(words[0]), *words[1:]) as server:
+        status, _ = server.complete(prompt="Why do tides lag?", max_tokens=2)
+        (said,) = server.log().ours
+    assert status == 200
+    assert said.startswith("mlx-sinks: keeping 4 sinks + 64 recent")
 
 
 def test_the_extras_of_the_installation_exist():

@@ -234,7 +234,11 @@ def convert_hub(source: str | Path, folder: Path) -> None:
         weights.update(mx.load(str(file)))
     if not weights:
         raise ValueError(f"{source}: no safetensors there")
-    weights = {name: weight.astype(mx.float32) for name, weight in weights.items()}
+    weights = {
+        name: weight.astype(mx.float32)
+        for name, weight in weights.items()
+        if ".indexer." not in name  # of a folder that this script wrote
+    }
     mx.save_safetensors(str(folder / WEIGHTS), weights, {"format": "mlx"})
     unwanted = ("architectures", "torch_dtype", "dtype", "auto_map")
     config = {name: value for name, value in config.items() if name not in unwanted}
