@@ -37,12 +37,17 @@ def loaded(*names, **variables):
     return json.loads(outcome.stdout)
 
 
-@pytest.mark.parametrize("off", [{}, {"MLX_SINKS": ""}], ids=["unset", "empty"])
+@pytest.mark.parametrize("off", [{}, {"MLX_SINKS": ""}, {"MLX_SINKS": "0"}])
 def test_nothing_is_loaded_where_the_variable_is_not_set(off):
     assert loaded("mlx_sinks", "wrapt", "mlx.core", **off) == []
 
 
-@pytest.mark.parametrize("value", ["1", "0", "sinks=8,recency=128", MALFORMED])
+def test_another_word_for_off_watches_for_nothing():
+    names = ("wrapt", "mlx_sinks.patches", "mlx.core")
+    assert loaded(*names, MLX_SINKS="off") == []
+
+
+@pytest.mark.parametrize("value", ["1", "sinks=8,recency=128", MALFORMED])
 def test_a_program_without_mlx_lm_gets_the_hook_alone(value):
     names = ("mlx_sinks.activate", "mlx_sinks.patches", "mlx.core", "mlx", "numpy")
     assert loaded(*names, MLX_SINKS=value) == ["mlx_sinks.activate"]

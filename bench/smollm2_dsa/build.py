@@ -281,7 +281,9 @@ def _gguf_from_wheel(say) -> Path:
 def _refuse_to_lose(out: Path, new: Path) -> None:
     """Only a folder that this script wrote may be replaced by another one."""
     names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
-    foreign = sorted(names - {path.name for path in new.iterdir()})
+    # mlx-lm compiles the architecture where it lies.
+    expected = {"__pycache__", *(path.name for path in new.iterdir())}
+    foreign = sorted(names - expected)
     if foreign or (names and not (out / INDEXER_WEIGHTS).is_file()):
         held = f", it holds {', '.join(foreign[:3])}" if foreign else ""
         raise ValueError(f"{out} is not a folder that this script wrote{held}")

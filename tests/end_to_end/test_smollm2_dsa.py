@@ -122,14 +122,16 @@ def test_bad_input_gets_a_sentence_and_loses_nothing(
     assert notes.read_text() == "mine"
 
 
-def test_a_build_replaces_its_own_folder(tmp_path, figures):
-    """Also from a local folder, which is read anew each time."""
-    out = tmp_path / "x"
+def test_a_build_replaces_its_own_folder(figures, tmp_path):
+    """Also one that has been run, and from a local folder as it is at the time."""
+    (BUILD / "__pycache__").mkdir(exist_ok=True)  # as running it leaves
+    built = run("build.py", "--out", BUILD, "--index-topk", 64)
+    assert built.returncode == 0, built.stderr
     for topk in (8, 16):
-        options = ["--source", BUILD, "--out", out, "--index-topk", topk]
+        options = ["--source", BUILD, "--out", tmp_path / "x", "--index-topk", topk]
         built = run("build.py", *options)
         assert built.returncode == 0, built.stderr
-    assert json.loads((out / "config.json").read_text())["index_topk"] == 16
-    assert list(tmp_path.iterdir()) == [out]
-    names = [{path.name for path in folder.iterdir()} for folder in (BUILD, out)]
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["index_topk"] == 16
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    names = [{path.name for path in at.iterdir()} for at in (BUILD, tmp_path / "x")]
     assert names[0] == names[1]
