@@ -257,7 +257,13 @@ def _cached(folder: Path, convert, origin, say) -> Path:
         say(f"Converting {folder.name} …")
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE, prefix=".converting-") as scratch:
-            _converted(Path(scratch, "model"), convert, origin).rename(folder)
+            converted = _converted(Path(scratch, "model"), convert, origin)
+            try:
+                converted.rename(folder)
+            except OSError:
+                # A build beside this one may have been faster, to the same result.
+                if not folder.exists():
+                    raise
     return folder
 
 

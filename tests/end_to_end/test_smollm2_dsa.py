@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import build
 from blas import with_fast_blas
 from demo import repeated_share
 
@@ -135,3 +136,17 @@ def test_a_build_replaces_its_own_folder(figures, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     names = [{path.name for path in at.iterdir()} for at in (BUILD, tmp_path / "x")]
     assert names[0] == names[1]
+
+
+def test_a_conversion_that_another_build_has_finished_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "CACHE", tmp_path)
+    folder = tmp_path / "model"
+
+    def convert(origin, unfinished):
+        for copy in (unfinished, folder):
+            copy.mkdir(exist_ok=True)
+            (copy / "weights").write_text(origin)
+
+    assert build._cached(folder, convert, "the same", print) == folder
+    assert (folder / "weights").read_text() == "the same"
+    assert list(tmp_path.iterdir()) == [folder]
