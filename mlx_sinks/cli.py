@@ -24,12 +24,17 @@ def main(arguments: list[str] | None = None) -> int:
         "run",
         help=f"run a command with {VARIABLE} set",
         description=f"Runs a command of this Python environment, or of the PATH, with "
-        f"{VARIABLE} set: as it is in your environment, or {VARIABLE}=1. "
-        f"Accepted forms: {ACCEPTED}.",
+        f"{VARIABLE} set: as it is in your environment where it is on there, else "
+        f"{VARIABLE}=1. Accepted forms: {ACCEPTED}.",
         usage="mlx-sinks run [--sinks N] [--recency N] COMMAND [ARGUMENT ...]",
     )
-    for name in ("sinks", "recency"):
-        run.add_argument(f"--{name}", metavar="N", help="tokens to keep")
+    for name, what in (("sinks", "first"), ("recency", "newest")):
+        default = getattr(SinkPolicy(), name)
+        run.add_argument(
+            f"--{name}",
+            metavar="N",
+            help=f"{what} tokens to keep (default: the variable's, or {default})",
+        )
     run.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return _run(parser.parse_args(arguments))
 

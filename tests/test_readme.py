@@ -94,9 +94,10 @@ def test_the_bench(tmp_path):
         assert "--tokens 200 doesn't go past index_topk 256" in result.stderr
 
 
-def test_python():
+def test_python(checkpoint):
     (block,) = (block for kind, block in BLOCKS if kind == "python")
-    exec(compile(block, "README.md", "exec"), {"model": small_models.make()})
+    block = block.replace(CHECKPOINT, str(checkpoint))
+    exec(compile(block, "README.md", "exec"), {})
 
 
 def test_the_line_on_standard_error_is_as_shown():

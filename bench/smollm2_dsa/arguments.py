@@ -10,6 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 
+class HelpFormatter(
+    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+):
+    """The script's docstring as it is written, and the defaults."""
+
+
 def seed(text: str) -> int:
     """A seed as MLX's random numbers take it."""
     if text.isascii() and text.isdigit() and int(text) < 2**32:

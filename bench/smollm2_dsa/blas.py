@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import os
 import sys
 
 
@@ -21,3 +22,10 @@ def with_fast_blas(environment: dict[str, str]) -> dict[str, str]:
     except OSError:
         return environment
     return {**environment, "LD_PRELOAD": library}
+
+
+def restart_with_fast_blas() -> None:
+    """Begin this script again with OpenBLAS preloaded, where that changes anything."""
+    environment = with_fast_blas(dict(os.environ))
+    if environment != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)

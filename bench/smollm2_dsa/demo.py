@@ -1,8 +1,8 @@
-"""The same prompt and seed three times through plain ``mlx_lm.generate``.
+"""The same prompt and seed three times through plain mlx_lm.generate.
 
     python bench/smollm2_dsa/demo.py
 
-Stock, with ``MLX_SINKS=1``, and dense (indexer off); then what each arm keeps, its
+Stock, with MLX_SINKS=1, and dense (indexer off); then what each arm keeps, its
 perplexity of a given text past index_topk, and how much its text repeats itself.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,12 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from transformers import AutoTokenizer
 
-from arguments import add_output, count, put_out, seed
+from arguments import HelpFormatter, add_output, count, put_out, seed
 from blas import with_fast_blas
 from build import build
 
@@ -43,15 +44,13 @@ ARMS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--build", type=Path, default=Path("build"), help="work folder")
     parser.add_argument("--source", default="index", help="as in build.py")
-    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--prompt", default=PROMPT, help="what to ask")
     parser.add_argument("--max-tokens", type=count, default=300, help="to generate")
     parser.add_argument("--text-tokens", type=count, default=512, help="for perplexity")
-    parser.add_argument("--temp", type=float, default=0.8)
+    parser.add_argument("--temp", type=float, default=0.8, help="of the sampling")
     parser.add_argument("--seed", type=seed, default=1, help="seed of the sampling")
     add_output(parser)
     options = parser.parse_args()
@@ -77,7 +76,7 @@ def main() -> int:
 
 def run_arms(options: argparse.Namespace, console: Console) -> dict:
     """Generate with each arm, the perplexities beside them on the other core."""
-    tokenizer = AutoTokenizer.from_pretrained(options.build / "smollm2-dsa")
+    tokenizer = load_tokenizer(options.build / "smollm2-dsa")
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -98,7 +97,7 @@ def run_arms(options: argparse.Namespace, console: Console) -> dict:
             ids = tokenizer.encode(text, add_special_tokens=False)
             prefix = "".join(f"{name}={value} " for name, value in variables.items())
             arms[arm] = {
-                "command": f"{prefix}mlx_lm.generate --model {options.build / folder}",
+                "command": f"{prefix}{shlex.join(['mlx_lm.generate', *command[1:]])}",
                 "text": text,
                 "repeated_4_grams": repeated_share(ids),
             }
@@ -192,7 +191,8 @@ def repeated_share(ids: list[int]) -> list[float]:
 
 def show(result: dict, console: Console) -> None:
     for name, arm in result["arms"].items():
-        console.rule(f"{name}: {arm['command']} …", align="left")
+        console.rule(name, align="left")
+        console.print(f"$ {arm['command']}", markup=False, highlight=False)
         tail = " ".join(arm["text"].split())[-400:]
         console.print(f"… {tail}", markup=False, highlight=False)
     console.rule()

@@ -29,7 +29,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import mlx_sinks
-from arguments import add_output, count, put_out, seed
+from arguments import HelpFormatter, add_output, count, put_out, seed
+from blas import restart_with_fast_blas
 from build import random_indexers
 from loading import load_folder
 
@@ -38,28 +39,35 @@ CHUNK = 128
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    restart_with_fast_blas()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--model", required=True, help="folder written by build.py")
     parser.add_argument("--text", type=Path, default=TEXT, help="plain text to predict")
     parser.add_argument("--tokens", type=count, default=1024, help="length to read")
-    parser.add_argument("--seeds", type=seed, nargs="+", default=[0], metavar="SEED")
-    parser.add_argument("--sinks", type=int, help="sinks to keep")
-    parser.add_argument("--recency", type=int, help="recent tokens to keep")
+    parser.add_argument(
+        "--seeds",
+        type=seed,
+        nargs="+",
+        default=[0],
+        metavar="SEED",
+        help="seeds of the random indexers",
+    )
+    defaults = mlx_sinks.SinkPolicy()
+    for name in ("sinks", "recency"):
+        default = getattr(defaults, name)
+        parser.add_argument(f"--{name}", type=int, default=default, help="to keep")
     add_output(parser)
     options = parser.parse_args()
-    counts = {"sinks": options.sinks, "recency": options.recency}
     try:
-        policy = mlx_sinks.SinkPolicy(
-            **{name: count for name, count in counts.items() if count is not None}
-        )
+        policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
         seeds = list(dict.fromkeys(options.seeds))
         result = measure(options.model, options.text, options.tokens, seeds, policy)
         put_out(result, options, show)
     except (OSError, ValueError) as error:
         print(f"perplexity.py: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
@@ -184,7 +192,8 @@ def dense(model: nn.Module) -> Iterator[None]:
 def show(result: dict, console: Console) -> None:
     view = Table(
         title=f"Perplexity past index_topk {result['index_topk']} of "
-        f"{result['tokens']} tokens, sinks: {result['policy']}"
+        f"{result['tokens']} tokens",
+        caption=f"sinks: with {result['policy']}",
     )
     for column in ("arm", "indexer seed", "perplexity", "x dense", "sinks kept"):
         view.add_column(column, justify="left" if column == "arm" else "right")

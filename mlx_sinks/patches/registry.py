@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 from packaging.specifiers import SpecifierSet
 
 from .. import __version__
@@ -187,6 +188,8 @@ def apply(model: Any, policy: SinkPolicy | None) -> int:
         The model has no part that a patch reaches.
     """
     _check_policy(policy)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
     with _lock:
         parts = {
             name: found

@@ -190,6 +190,10 @@ class TestApply:
         with pytest.raises(ValueError, match="no layer that mlx-sinks patches"):
             mlx_sinks.apply(llama.Model(args), SinkPolicy())
 
+    def test_something_else_for_a_model(self):
+        with pytest.raises(TypeError, match="model must be an mlx.nn.Module, not None"):
+            mlx_sinks.apply(None, SinkPolicy())
+
 
 @pytest.mark.parametrize("policy", [4, "sinks=4", (4, 64)])
 def test_something_else_for_a_policy(policy):
