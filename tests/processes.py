@@ -70,7 +70,13 @@ def environment(**variables: str) -> dict[str, str]:
     return {**inherited, **fixed, **variables}
 
 
-def run(*argv: str | Path, stdin: str = "", **variables: str) -> Outcome:
+def run(
+    *argv: str | Path,
+    stdin: str = "",
+    cwd: Path | None = None,
+    limit: int = LIMIT,
+    **variables: str,
+) -> Outcome:
     """Run to the end, for instance ``run(command("mlx_lm.generate"), MLX_SINKS="1")``.
 
     Output is decoded as it is: bytes are equal where the strings are.
@@ -80,7 +86,8 @@ def run(*argv: str | Path, stdin: str = "", **variables: str) -> Outcome:
         input=stdin.encode(),
         capture_output=True,
         env=environment(**variables),
-        timeout=LIMIT,
+        cwd=cwd,
+        timeout=limit,
     )
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 

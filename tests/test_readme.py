@@ -3,15 +3,14 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import small_models
-from blas import with_fast_blas
-from processes import command, serving
+from mlx_sinks import SinkPolicy, install
+from processes import command, run, serving
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -28,16 +27,9 @@ def commands(*words):
     return found
 
 
-def environment():
-    scripts = str(Path(sys.executable).parent)
-    path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
-    return with_fast_blas({**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"})
-
-
 def shell(line):
-    return subprocess.run(
-        line, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return run("sh", "-c", line, cwd=ROOT, limit=600, PATH=path)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +46,7 @@ def test_each_command_is_of_a_kind_that_is_tested_below():
 def test_the_variable_before_the_plain_command(checkpoint):
     for line in commands("MLX_SINKS=1 mlx_lm.generate"):
         result = shell(f"{line.replace(CHECKPOINT, str(checkpoint))} --max-tokens 4")
-        assert result.returncode == 0, result.stderr
+        assert result.status == 0, result.stderr
         assert "mlx-sinks: keeping 4 sinks + 64 recent" in result.stderr
 
 
@@ -77,7 +69,7 @@ def test_the_extras_of_the_installation_exist():
 
 def test_make_demo():
     result = shell("make --dry-run demo")
-    assert result.returncode == 0, result.stderr
+    assert result.status == 0, result.stderr
     assert "bench/smollm2_dsa/demo.py" in result.stdout
 
 
@@ -85,12 +77,12 @@ def test_the_bench(tmp_path):
     folder = "build/smollm2-dsa-256"
     for line in commands("build.py"):
         result = shell(line.replace(folder, str(tmp_path / "model")))
-        assert result.returncode == 0, result.stderr
+        assert result.status == 0, result.stderr
     for line in commands("perplexity.py"):
         # Everything but the minutes: the options, the folder, the text.
         line = f"{line.replace(folder, str(tmp_path / 'model'))} --tokens 200"
         result = shell(line)
-        assert result.returncode == 1
+        assert result.status == 1
         assert "--tokens 200 doesn't go past index_topk 256" in result.stderr
 
 
@@ -107,14 +99,10 @@ def test_the_line_on_standard_error_is_as_shown():
         r"\(mlx-sinks [\d.]+, mlx-lm [\d.]+, mlx [\d.]+\)"
     )
     assert re.fullmatch(pattern, shown)
-    import mlx_sinks
-
-    (report,) = mlx_sinks.install()
+    (report,) = install()
     assert re.fullmatch(pattern, str(report))
 
 
 def test_the_settings_of_the_table_are_accepted():
-    from mlx_sinks import SinkPolicy
-
     for setting in re.findall(r'^\| `MLX_SINKS="?([^"`]*)"?`', README, re.M):
         SinkPolicy.from_env({"MLX_SINKS": setting})

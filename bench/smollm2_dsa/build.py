@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -112,7 +113,7 @@ def build(out: Path, source: str, index_topk: int, seed: int) -> None:
     )
 
 
-def base_folder(source: str, scratch: Path, say=lambda text: None) -> Path:
+def base_folder(source: str, scratch: Path, say: Callable[[str], None]) -> Path:
     """SmolLM2 without indexers, in float32: converted in ``scratch``, or once for all.
 
     Only what has one content for good is kept in the cache: the wheel and hub ids.

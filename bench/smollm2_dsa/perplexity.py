@@ -1,6 +1,6 @@
 """Perplexity past index_topk of SmolLM2-DSA with random indexers, arm by arm.
 
-    python bench/smollm2_dsa/perplexity.py --model build/smollm2-dsa --seeds 0 1 2
+    python bench/smollm2_dsa/perplexity.py --model build/smollm2-dsa-256 --seeds 0 1 2
 
 Arms, on the same weights and tokens in one process: ``dense`` (indexer off), and for
 each seed of the random indexers ``stock`` (upstream's selection) and ``sinks`` (with

@@ -186,6 +186,8 @@ def apply(model: Any, policy: SinkPolicy | None) -> int:
     ------
     ValueError
         The model has no part that a patch reaches.
+    PatchError
+        As from ``install``.
     """
     _check_policy(policy)
     if not isinstance(model, nn.Module):
