@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         uninstall,
     )
     from .policy import PolicyError, SinkPolicy
+    from .probing.recorder import ProbeError, Recording, probe
 
 __version__ = "0.1.0"
 
@@ -26,19 +27,25 @@ _HOMES = {
     "PolicyError": "policy",
     "PatchError": "patches.registry",
     "PatchReport": "patches.registry",
+    "ProbeError": "probing.recorder",
+    "Recording": "probing.recorder",
     "apply": "patches.registry",
     "install": "patches.registry",
     "patched": "patches.registry",
+    "probe": "probing.recorder",
     "uninstall": "patches.registry",
 }
 __all__ = [
     "PatchError",
     "PatchReport",
     "PolicyError",
+    "ProbeError",
+    "Recording",
     "SinkPolicy",
     "apply",
     "install",
     "patched",
+    "probe",
     "uninstall",
 ]
 

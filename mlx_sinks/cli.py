@@ -28,41 +28,106 @@ def main(arguments: list[str] | None = None) -> int:
         f"{VARIABLE}=1. Accepted forms: {ACCEPTED}.",
         usage="mlx-sinks run [--sinks N] [--recency N] COMMAND [ARGUMENT ...]",
     )
+    _add_policy(run, "the variable's, or ")
+    run.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    run.set_defaults(function=_run)
+
+    probe = commands.add_parser(
+        "probe",
+        help="show what a model's indexers select of what attention wants",
+        description="Reads a text with a model and looks at the selections of each "
+        "layer's indexer: the share of the sinks and of the recency window that they "
+        "hold, and the share of dense attention that they cover, with and without the "
+        f"guarantee. The model runs as {VARIABLE} says: unset, with upstream's own "
+        "selection.",
+    )
+    add = probe.add_argument
+    default = "(default: %(default)s)"
+    add("--model", required=True, help="folder or hub id, as for mlx_lm.generate")
+    add("--text", type=Path, help="file to read instead of Python's own manual")
+    add(
+        "--tokens",
+        type=_count,
+        help="how many to read (default: twice the model's index_topk)",
+    )
+    add(
+        "--block",
+        type=_count,
+        default=256,
+        help=f"positions averaged in one figure {default}",
+    )
+    add("--queries", type=_count, default=8, help=f"looked at in each block {default}")
+    add("--chunk", type=_count, default=256, help=f"tokens a step {default}")
+    add("--worst", type=_count, default=5, help=f"layers in the table {default}")
+    _add_policy(probe, "")
+    add("--json", action="store_true", help="print JSON, no table")
+    add("--out", type=Path, help="folder for probe.json and probe.png")
+    add("--trust-remote-code", action="store_true", help="run the folder's own code")
+    probe.set_defaults(function=_probe)
+    options = parser.parse_args(arguments)
+    try:
+        return options.function(options)
+    except PolicyError as error:
+        return _fail(str(error))
+
+
+def _add_policy(parser: argparse.ArgumentParser, otherwise: str) -> None:
     for name, what in (("sinks", "first"), ("recency", "newest")):
         default = getattr(SinkPolicy(), name)
-        run.add_argument(
+        parser.add_argument(
             f"--{name}",
             metavar="N",
-            help=f"{what} tokens to keep (default: the variable's, or {default})",
+            default=argparse.SUPPRESS,
+            help=f"{what} tokens to keep (default: {otherwise}{default})",
         )
-    run.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return _run(parser.parse_args(arguments))
+
+
+def _count(text: str) -> int:
+    try:
+        if count := parse_count("it", text):
+            return count
+    except PolicyError:
+        pass
+    raise argparse.ArgumentTypeError(f"a whole number >= 1, not {text}")
+
+
+def _asked(options: argparse.Namespace) -> dict[str, int]:
+    """The counts that were given."""
+    given = {n: getattr(options, n) for n in ("sinks", "recency") if n in options}
+    return {name: parse_count(name, text) for name, text in given.items()}
 
 
 def _run(options: argparse.Namespace) -> int:
     argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
     if not argv:
         return _fail("run what? For instance: mlx-sinks run mlx_lm.generate --model …")
-    asked = {name: getattr(options, name) for name in ("sinks", "recency")}
-    asked = {name: text for name, text in asked.items() if text is not None}
     environment = dict(os.environ)
     # The start-up hook is in this environment; another one's commands know nothing.
     own_commands = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join([own_commands, os.environ.get("PATH", "")])
+    policy = SinkPolicy.from_env()
+    if asked := _asked(options):
+        policy = replace(policy or SinkPolicy(), **asked)
+        environment[VARIABLE] = f"sinks={policy.sinks},recency={policy.recency}"
+    elif policy is None:
+        environment[VARIABLE] = "1"
     try:
-        policy = SinkPolicy.from_env()
-        if asked:
-            counts = {name: parse_count(name, text) for name, text in asked.items()}
-            policy = replace(policy or SinkPolicy(), **counts)
-            environment[VARIABLE] = f"sinks={policy.sinks},recency={policy.recency}"
-        elif policy is None:
-            environment[VARIABLE] = "1"
         os.execvpe(argv[0], argv, environment)
-    except PolicyError as error:
-        return _fail(str(error))
     except OSError as error:
         status = 126 if isinstance(error, PermissionError) else 127
         return _fail(f"can't run {argv[0]}: {error.strerror}", status)
+
+
+def _probe(options: argparse.Namespace) -> int:
+    policy = SinkPolicy(**_asked(options))
+    try:
+        from .probing.command import run  # mlx and mlx-lm: seconds
+
+        return run(options, policy)
+    except (OSError, ValueError, RuntimeError) as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _fail(sentence: str, status: int = 2) -> int:

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import mlx.core as mx
 
 from .columns import forced_columns
 from .policy import SinkPolicy
+
+Listener = Callable[[mx.array, mx.array | None, mx.array | None], object]
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Show a listener what each selection inside the block chooses from.
+
+    It is called with ``scores``, ``left_padding`` and ``mask`` as ``select_columns``
+    got them, before the choice and only where there is one (``T > index_topk``). The
+    block is the thread's own: selections of other threads are not heard.
+    """
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def is_heard() -> bool:
+    """Whether a listener waits for this thread's selections."""
+    return _listener.get() is not None
 
 
 def select_columns(
@@ -48,6 +75,8 @@ def select_columns(
     L, T = scores.shape[-2:]
     if T <= index_topk:
         return None
+    if (listener := _listener.get()) is not None:
+        listener(scores, left_padding, mask)
     # Three classes in one key: hidden -inf < any score, made finite < forced +inf.
     # Float32 holds the infinities of both half precisions apart from their finite
     # values.

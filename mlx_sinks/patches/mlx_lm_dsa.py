@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from ..indexer import Dialect, indexer_forward
 from ..policy import SinkPolicy
+from ..selection import is_heard
 
 
 class DSAPatch:
@@ -81,6 +82,8 @@ class DSAPatch:
         @functools.wraps(upstream)
         def forward(indexer, x, qr, mask, cache=None):
             policy = getattr(indexer, "sink_policy", None) or self._policy
+            if policy is None and is_heard():
+                policy = SinkPolicy(0, 0)  # upstream's selection, where it can be seen
             if policy is None:
                 return upstream(indexer, x, qr, mask, cache=cache)
             return indexer_forward(

@@ -88,7 +88,8 @@ class PatchReport:
 class _Wish:
     """What one owner asked for; the last policy for a target is in force.
 
-    ``apply`` wishes for the patch without a policy: its models carry their own.
+    A wish without a policy is for the patch alone: ``apply``'s models carry their own,
+    and a probe only looks.
     """
 
     owner: Any
@@ -159,8 +160,7 @@ def patched(
     try:
         yield _ask(owner, policy, targets)
     finally:
-        with _lock:
-            _set_wishes(tuple(wish for wish in _wishes if wish.owner is not owner))
+        _take_back(owner)
 
 
 def apply(model: Any, policy: SinkPolicy | None) -> int:
@@ -190,25 +190,51 @@ def apply(model: Any, policy: SinkPolicy | None) -> int:
         As from ``install``.
     """
     _check_policy(policy)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
     with _lock:
-        parts = {
-            name: found
-            for name, patch in PATCHES.items()
-            if (module := sys.modules.get(patch.module))
-            and (found := patch.find(model, module))
-        }
-        if not parts:
-            raise ValueError(
-                f"{type(model).__name__} has no layer that mlx-sinks patches "
-                f"(known: {', '.join(PATCHES)})"
-            )
+        parts = _parts(model)
         if policy is not None:
             _put(_Wish("apply", None, frozenset(parts)))
         for part in (part for found in parts.values() for part in found):
             part.sink_policy = policy
     return sum(map(len, parts.values()))
+
+
+@contextmanager
+def reached(model: Any) -> Iterator[None]:
+    """Have the patches that reach a model in for a block, with nothing to force.
+
+    Raises
+    ------
+    ValueError
+        The model has no part that a patch reaches.
+    PatchError
+        As from ``install``.
+    """
+    owner = object()
+    with _lock:
+        _put(_Wish(owner, None, frozenset(_parts(model))))
+    try:
+        yield
+    finally:
+        _take_back(owner)
+
+
+def _parts(model: Any) -> dict[str, list[Any]]:
+    """What each patch that reaches the model finds in it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
+    parts = {
+        name: found
+        for name, patch in PATCHES.items()
+        if (module := sys.modules.get(patch.module))
+        and (found := patch.find(model, module))
+    }
+    if not parts:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that mlx-sinks patches "
+            f"(known: {', '.join(PATCHES)})"
+        )
+    return parts
 
 
 def _check_policy(policy: Any) -> None:
@@ -248,6 +274,11 @@ def _put(wish: _Wish, first: bool = False) -> None:
             wish = replace(wish, targets=wish.targets | earlier.targets)
             return _set_wishes((*_wishes[:place], wish, *_wishes[place + 1 :]))
     _set_wishes((wish, *_wishes) if first else (*_wishes, wish))
+
+
+def _take_back(owner: Any) -> None:
+    with _lock:
+        _set_wishes(tuple(wish for wish in _wishes if wish.owner is not owner))
 
 
 def _set_wishes(wishes: tuple[_Wish, ...]) -> None:
@@ -296,11 +327,14 @@ def _mlx_lm_version() -> str:
     return sys.modules["mlx_lm"].__version__
 
 
+def versions() -> str:
+    """The releases that what we do depends on."""
+    mlx_lm = _mlx_lm_version()
+    return f"mlx-sinks {__version__}, mlx-lm {mlx_lm}, mlx {mx.__version__}"
+
+
 def _report(name: str, policy: SinkPolicy) -> PatchReport:
-    versions = (
-        f"mlx-sinks {__version__}, mlx-lm {_mlx_lm_version()}, mlx {mx.__version__}"
-    )
-    return PatchReport(name, PATCHES[name].module, policy, versions)
+    return PatchReport(name, PATCHES[name].module, policy, versions())
 
 
 @functools.cache

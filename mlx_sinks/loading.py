@@ -1,0 +1,36 @@
+"""Loading a model with mlx-lm, on each release that is supported."""
+
+from __future__ import annotations
+
+import inspect
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load
+
+
+def load_model(
+    path: str, trust_remote_code: bool = False
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """The model and tokenizer of a folder or hub id, as mlx-lm's own commands load it.
+
+    Raises
+    ------
+    ValueError
+        With upstream's reason: no such model, weights that don't fit, or code of its
+        own that isn't trusted.
+    """
+    options = {}
+    if trust_remote_code:
+        options["tokenizer_config"] = {"trust_remote_code": True}
+        # Releases before 0.32 run a folder's own architecture without being asked.
+        if "trust_remote_code" in inspect.signature(load).parameters:
+            options["trust_remote_code"] = True
+    try:
+        return load(path, **options)
+    except (OSError, ValueError) as error:
+        hint = (
+            "" if trust_remote_code else " (on the command line: --trust-remote-code)"
+        )
+        hint = hint if "trust_remote_code" in str(error) else ""
+        raise ValueError(f"can't load {path}: {error}{hint}") from error

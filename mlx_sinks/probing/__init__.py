@@ -1,0 +1,1 @@
+"""What a selection kept: measured on a model as it runs."""

@@ -1,0 +1,239 @@
+"""Listening to a model's selections while it runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from ..patches.registry import reached
+from ..policy import SinkPolicy
+from ..selection import listening
+from .coverage import FIGURES, row_coverage
+from .replay import KERNEL, can_replay, dense_attention
+
+# Queries whose attention is held at the same time, all heads by all columns.
+AT_ONCE = 8
+
+
+class ProbeError(ValueError):
+    """A model whose selections can't be observed."""
+
+
+@dataclass
+class Recording:
+    """What the selections of each layer kept, by block of positions.
+
+    Grows while the probe listens; can be read at any time.
+
+    Parameters
+    ----------
+    layers : list of str
+        Names of the attention modules that select, in the order of the model.
+    index_topk : int
+        Columns that a selection has; positions before it select nothing.
+    policy : SinkPolicy
+        What counts as a sink and as recent, and what the guarantee would keep.
+    block : int
+        Positions of a block.
+    """
+
+    layers: list[str]
+    index_topk: int
+    policy: SinkPolicy
+    block: int
+    _sums: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, repr=False)
+    _counts: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+
+    @property
+    def blocks(self) -> list[int]:
+        """First position of each block in which a query was looked at."""
+        return sorted({block * self.block for _, block in self._sums})
+
+    @property
+    def queries(self) -> int:
+        """Number of queries looked at, in all layers together."""
+        return sum(self._counts.values())
+
+    def figure(self, name: str) -> np.ndarray:
+        """One of ``FIGURES`` as an array of shape (layers, blocks), NaN where unseen.
+
+        ``sinks_kept`` and ``recency_kept`` are shares of what the policy would force,
+        found in the selection by scores alone. ``mass``, ``mass_guaranteed``,
+        ``mass_best`` and ``mass_chance`` are shares of dense attention, averaged over
+        heads: on that selection, on the one with the guarantee, on the columns that
+        attention itself weighs most, and on columns picked blindly.
+        """
+        column, blocks = FIGURES.index(name), self.blocks
+        means = np.full((len(self.layers), len(blocks)), np.nan)
+        for (layer, block), sums in self._sums.items():
+            place = blocks.index(block * self.block)
+            means[layer, place] = sums[column] / self._counts[layer, block]
+        return means
+
+    def add(self, layer: int, position: int, figures: np.ndarray) -> None:
+        """One query's ``FIGURES``."""
+        place = layer, position // self.block
+        self._sums[place] = self._sums.get(place, 0) + figures
+        self._counts[place] = self._counts.get(place, 0) + 1
+
+
+@contextmanager
+def probe(
+    model: nn.Module,
+    policy: SinkPolicy | None = None,
+    *,
+    block: int = 256,
+    queries: int = 8,
+) -> Iterator[Recording]:
+    """See what each layer's indexer selects of what attention wants.
+
+    ::
+
+        with mlx_sinks.probe(model) as recording:
+            model(tokens, cache=make_prompt_cache(model))
+        recording.figure("mass").mean(axis=1)  # by layer
+
+    The model runs as it would without: with the policy that is in force, or upstream's
+    own selection, of which this is the same set. Every look is evaluated at once, so it
+    runs slower. Queries are chosen by their position alone, so that it doesn't matter
+    how the tokens are cut into calls, nor whether there is a cache. In a batch every
+    sequence is looked at, from its left padding on; rows that pad a prompt on the right
+    count as real. A probed model may run in one thread at a time.
+
+    Parameters
+    ----------
+    model : mlx.nn.Module
+        With layers that a patch reaches.
+    policy : SinkPolicy, optional
+        What the guarantee would keep; by default ``SinkPolicy()``.
+    block : int, default=256
+        Positions that are averaged into one figure.
+    queries : int, default=8
+        Queries of a block to look at, evenly spaced; at most ``block``.
+
+    Yields
+    ------
+    Recording
+
+    Raises
+    ------
+    ProbeError
+        A layer's selection can't be observed, or another probe observes it already.
+    ValueError
+        The model selects nowhere, or a count is out of range; a ``PolicyError`` where
+        the policy doesn't fit in ``index_topk``.
+    PatchError
+        As from ``install``.
+    """
+    if not 0 < queries <= block:
+        raise ValueError(f"queries must be from 1 to block={block}, not {queries}")
+    policy = SinkPolicy() if policy is None else policy
+    with reached(model):
+        attentions = {
+            name: part
+            for name, part in reversed(model.named_modules())
+            if hasattr(part, "indexer")
+        }
+        if not attentions or not all(
+            can_replay(type(part).__call__) for part in attentions.values()
+        ):
+            raise ProbeError(
+                f"{type(model).__name__} can't be probed: a layer with an indexer "
+                f"doesn't call mlx-lm's {KERNEL} itself, or another probe listens "
+                "already"
+            )
+        index_topk = next(iter(attentions.values())).indexer.index_topk
+        policy.fit(index_topk)
+        recording = Recording([*attentions], index_topk, policy, block)
+        observer = _Observer(recording, queries)
+        classes = [type(part) for part in attentions.values()]
+        try:
+            for number, part in enumerate(attentions.values()):
+                part.__class__ = observer.observed(number, part)
+            yield recording
+        finally:
+            for part, original in zip(attentions.values(), classes):
+                part.__class__ = original
+
+
+class _Observer:
+    """Looks at the selections of a model's layers as they are made."""
+
+    def __init__(self, recording: Recording, queries: int):
+        self.recording = recording
+        self.queries = queries
+        # Of the last layer that chose by itself in this pass: others may reuse it.
+        self.heard: tuple | None = None
+
+    def observed(self, number: int, attention: nn.Module) -> type:
+        """The layer's class, with a look after each call."""
+        original = type(attention)
+        forward = original.__call__
+
+        def call(attention, x, mask=None, cache=None):
+            cache = [KVCache(), KVCache()] if cache is None else cache
+            if number == 0:
+                self.heard = None
+            with listening(self.hear):
+                output = forward(attention, x, mask, cache)
+            dense = functools.partial(dense_attention, forward, attention)
+            self.look(number, dense, attention.indexer.index_topk, x, cache[0])
+            return output
+
+        return type(original.__name__, (original,), {"__call__": call})
+
+    def hear(self, *chosen_from) -> None:
+        self.heard = chosen_from
+
+    def look(
+        self,
+        number: int,
+        dense: Callable[..., mx.array],
+        index_topk: int,
+        x: mx.array,
+        cache: Any,
+    ) -> None:
+        """Add the figures of this call's queries to the recording."""
+        if self.heard is None:
+            return
+        scores, left_padding, mask = self.heard
+        B, _, L, T = scores.shape
+        shown = mx.broadcast_to(True if mask is None else mask, (B, 1, L, T))
+        firsts = [0] * B if left_padding is None else left_padding.tolist()
+        for b, first in enumerate(firsts):
+            keys = cache.keys[b : b + 1, :, :T]
+            values = cache.values[b : b + 1, :, :T]
+            chosen = [i for i in range(L) if self.chosen(T - L + i - first)]
+            for start in range(0, len(chosen), AT_ONCE):
+                rows = chosen[start : start + AT_ONCE]
+                columns = mx.array(rows) + (T - L)
+                visible = shown[b, 0, rows] & (mx.arange(T) <= columns[:, None])
+                visible &= mx.arange(T) >= first
+                attended = dense(x[b, rows], visible, columns - first, keys, values)
+                figures = [
+                    row_coverage(
+                        scores[b : b + 1, :, i : i + 1, : T - L + i + 1],
+                        attended[n, :, : T - L + i + 1],
+                        index_topk,
+                        self.recording.policy,
+                        mx.array([first]),
+                        visible[n, : T - L + i + 1].reshape(1, 1, 1, -1),
+                    )
+                    for n, i in enumerate(rows)
+                ]
+                for i, row in zip(rows, np.array(mx.stack(figures))):
+                    self.recording.add(number, T - L + i - first, row)
+
+    def chosen(self, position: int) -> bool:
+        """Evenly spaced over a block, and only where something is left out."""
+        block = self.recording.block
+        spaced = position % block * self.queries % block < self.queries
+        return spaced and position >= self.recording.index_topk

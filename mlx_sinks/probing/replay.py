@@ -1,0 +1,117 @@
+"""A layer's dense attention for a few of its queries, from the layer's own code.
+
+Every kind of model projects and rotates its queries and keys in its own way. So the
+layer's forward is run once more for those queries, in a copy that sees its cache as it
+is and another function in place of the attention kernel: one that takes what it is
+given and ends the run. Neither the model nor its module nor the cache is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+KERNEL = "scaled_dot_product_attention"
+
+
+class _Seen(Exception):
+    """Ends a replayed forward once the kernel has been given everything."""
+
+
+class _WithoutIndexer:
+    """A layer as its own forward sees it, but that every column is selected."""
+
+    def __init__(self, attention: nn.Module):
+        self._attention = attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+    @staticmethod
+    def indexer(*_, **__) -> None:
+        return None
+
+
+@dataclass
+class _Filled:
+    """A cache that already holds the queries' keys and takes no more."""
+
+    keys: mx.array
+    values: mx.array
+    offset: Any
+
+    def update_and_fetch(self, keys, values):
+        return self.keys, self.values
+
+
+def can_replay(forward: Any) -> bool:
+    """Whether a class's ``__call__`` calls mlx-lm's kernel by its name."""
+    return (
+        isinstance(forward, types.FunctionType)
+        and KERNEL in forward.__code__.co_names
+        and KERNEL in forward.__globals__
+    )
+
+
+def dense_attention(
+    forward: types.FunctionType,
+    attention: nn.Module,
+    x: mx.array,
+    mask: mx.array,
+    positions: mx.array,
+    keys: mx.array,
+    values: mx.array,
+) -> mx.array:
+    """Softmax of all that each query sees, as if nothing were selected.
+
+    Parameters
+    ----------
+    forward : function
+        The ``__call__`` of the layer's class, for which ``can_replay`` holds.
+    attention : mlx.nn.Module
+        A layer with an indexer.
+    x : mx.array, shape (N, hidden_size)
+        What the layer was called with, at N queries of one sequence.
+    mask : mx.array of bool, shape (N, T)
+        True where a query sees a column.
+    positions : mx.array of int, shape (N,)
+        Where the queries stand in their sequence, for their rotary embedding.
+    keys, values : mx.array, shape (1, heads, T, any)
+        The sequence's, out of the layer's cache.
+
+    Returns
+    -------
+    mx.array of float32, shape (N, H, T)
+    """
+    T = mask.shape[-1]
+    filled = _Filled(keys, values, positions)
+    given = {}
+
+    def kernel(queries, keys, values, *_, scale, mask=None, **__):
+        given.update(queries=queries, keys=keys, scale=scale, mask=mask)
+        raise _Seen
+
+    replayed = types.FunctionType(
+        forward.__code__,
+        {**forward.__globals__, KERNEL: kernel},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    with contextlib.suppress(_Seen):
+        replayed(
+            _WithoutIndexer(attention), x[:, None], mask[:, None, None], [filled] * 2
+        )
+    N, H, _, D = given["queries"].shape
+    keys = given["keys"].astype(mx.float32)
+    queries = given["queries"].astype(mx.float32).reshape(N, keys.shape[1], -1, D)
+    logits = (queries * given["scale"]) @ keys.swapaxes(-1, -2)
+    logits, extra = logits.reshape(N, H, T), given["mask"]
+    if extra is not None and extra.dtype != mx.bool_:
+        logits += extra.reshape(N, -1, T)
+    return mx.softmax(mx.where(mask[:, None], logits, -mx.inf), axis=-1)

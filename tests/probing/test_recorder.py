@@ -1,0 +1,869 @@
+"""A probe on running models: it disturbs nothing, and what it records is true."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import deepseek_v32, llama
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, make_prompt_cache
+
+import mlx_sinks
+import processes
+import small_models
+from mlx_sinks import ProbeError, Recording, SinkPolicy
+from mlx_sinks.patches import registry
+from mlx_sinks.probing import report
+from mlx_sinks.probing.coverage import FIGURES
+from mlx_sinks.probing.replay import can_replay, dense_attention
+from mlx_sinks.selection import is_heard, listening, select_columns
+
+UPSTREAM = deepseek_v32.Indexer.__call__
+TOPK, POLICY = small_models.INDEX_TOPK, SinkPolicy(2, 3)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Small models with many index heads, so that few scores tie at zero."""
+    config = small_models.config
+    monkeypatch.setattr(
+        small_models, "config", lambda *facts: config(*facts) | {"index_n_heads": 24}
+    )
+    return small_models.make
+
+
+@pytest.fixture(params=small_models.KINDS)
+def model(request, make):
+    return make(request.param, seed=3)
+
+
+@pytest.fixture
+def one_model(make):
+    """Where the kind doesn't matter."""
+    return make(seed=3)
+
+
+@pytest.fixture(scope="module")
+def tiny_llama():
+    args = llama.ModelArgs("llama", 32, 1, 32, 2, 1e-5, 64)
+    return llama.Model(args)
+
+
+def prompt(seed, length):
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+def feed(model, tokens, chunk=None, cache=None):
+    """The logits (L, vocab) of one sequence, ``chunk`` tokens a call."""
+    cache = make_prompt_cache(model) if cache is None else cache
+    chunk = chunk or len(tokens)
+    logits = [
+        model(mx.array([tokens[start : start + chunk]]), cache=cache)
+        for start in range(0, len(tokens), chunk)
+    ]
+    return np.array(mx.concatenate(logits, axis=1)[0].astype(mx.float32))
+
+
+def feed_together(model, prompts, chunk=None):
+    """A left-padded batch."""
+    T = max(map(len, prompts))
+    padding = [T - len(tokens) for tokens in prompts]
+    cache = [
+        CacheList(BatchKVCache(padding), BatchKVCache(padding)) for _ in model.layers
+    ]
+    tokens = mx.array([[0] * f + p for f, p in zip(padding, prompts)])
+    for start in range(0, T, chunk or T):
+        mx.eval(model(tokens[:, start : start + (chunk or T)], cache=cache))
+
+
+def generated(model, tokens, count=12, **options):
+    steps = generate_step(mx.array(tokens), model, max_tokens=count, **options)
+    return [token for token, _ in steps]
+
+
+def attention_modules(model):
+    return [layer.self_attn for layer in model.layers]
+
+
+def same_figures(one, other, close=1e-4):
+    assert one.layers == other.layers
+    assert one.blocks == other.blocks
+    assert one.queries == other.queries
+    for name in FIGURES:
+        np.testing.assert_allclose(
+            one.figure(name), other.figure(name), rtol=0, atol=close, err_msg=name
+        )
+
+
+def looked_at(monkeypatch):
+    """The (layer, position) of each query that recordings are given from here on."""
+    add, seen = Recording.add, []
+
+    def watched(self, layer, position, figures):
+        seen.append((layer, position))
+        return add(self, layer, position, figures)
+
+    monkeypatch.setattr(Recording, "add", watched)
+    return seen
+
+
+# ---------------------------------------------------------------- the oracle
+
+
+def linear(layer, x):
+    return x @ np.array(layer.weight, np.float64).T
+
+
+def rms_norm(norm, x):
+    scale = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
+    return x / scale * np.array(norm.weight, np.float64)
+
+
+def layer_norm(norm, x):
+    x = x - x.mean(axis=-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
+    return x * np.array(norm.weight, np.float64) + np.array(norm.bias, np.float64)
+
+
+def rotated(rope, x, positions):
+    """(H, L, D), each of the L rows at its position."""
+    rows = [
+        rope(mx.array(x[None, :, i : i + 1], mx.float32), int(p))
+        for i, p in enumerate(positions)
+    ]
+    return np.array(mx.concatenate(rows, axis=2)[0]).astype(np.float64)
+
+
+def softmax(x):
+    x = np.exp(x - x.max(axis=-1, keepdims=True))
+    return x / x.sum(axis=-1, keepdims=True)
+
+
+def mla_attention(attention, x, shown):
+    """(H, L, T) weights of every token of one sequence, from hidden states (L, D)."""
+    L, H = len(x), attention.num_heads
+    nope, positions = attention.qk_nope_head_dim, np.arange(L)
+    queries = rms_norm(attention.q_a_layernorm, linear(attention.q_a_proj, x))
+    queries = linear(attention.q_b_proj, queries).reshape(L, H, -1).transpose(1, 0, 2)
+    query_pe = rotated(attention.rope, queries[..., nope:], positions)
+    compressed = linear(attention.kv_a_proj_with_mqa, x)
+    rank = attention.kv_lora_rank
+    latent = rms_norm(attention.kv_a_layernorm, compressed[:, :rank])
+    key_pe = rotated(attention.rope, compressed[None, :, rank:], positions)
+    up = np.array(attention.embed_q.weight, np.float64)  # (H, rank, nope)
+    scores = np.zeros((H, L, L))
+    for h in range(H):
+        scores[h] = queries[h, :, :nope] @ (latent @ up[h]).T
+        scores[h] += query_pe[h] @ key_pe[0].T
+    head_dim = nope + attention.qk_rope_head_dim
+    return softmax(np.where(shown, scores * head_dim**-0.5, -np.inf))
+
+
+def index_scores(attention, x):
+    """(L, T) of the lightning indexer: rectified products, weighted, added."""
+    indexer, L = attention.indexer, len(x)
+    H, positions = indexer.n_heads, np.arange(L)
+    compressed = rms_norm(attention.q_a_layernorm, linear(attention.q_a_proj, x))
+    queries = linear(indexer.wq_b, compressed).reshape(L, H, -1).transpose(1, 0, 2)
+    keys = layer_norm(indexer.k_norm, linear(indexer.wk, x))
+    queries = rotated(indexer.rope, queries, positions)
+    keys = rotated(indexer.rope, keys[None], positions)[0]
+    weights = linear(indexer.weights_proj, x) * (H * indexer.head_dim) ** -0.5
+    scores = np.zeros((L, L))
+    for h in range(H):
+        scores += np.maximum(queries[h] @ keys.T, 0) * weights[:, h : h + 1]
+    return scores
+
+
+def hidden_states(model, tokens):
+    """What each layer's attention is called with, (L, D) each."""
+    h = model.model.embed_tokens(mx.array([tokens]))
+    mask, inputs = create_causal_mask(len(tokens)), []
+    for layer in model.layers:
+        inputs.append(np.array(layer.input_layernorm(h)[0]).astype(np.float64))
+        h = layer(h, mask, None)
+    return inputs
+
+
+def expected_figures(scores, weight, policy):
+    """Of a query that sees all T columns, or None where scores tie at the threshold.
+
+    ``weight`` (T,) is dense attention averaged over heads.
+    """
+    T = len(scores)
+    sinks, recent = set(range(policy.sinks)), set(range(T - policy.recency, T))
+    forced, everything = sinks | recent, set(range(T))
+
+    def best(values, k, among):
+        order = sorted(among, key=lambda c: -values[c])
+        tied = values[order[k - 1]] - values[order[k]] < 1e-5
+        return None if tied else set(order[:k])
+
+    alone = best(scores, TOPK, everything)
+    rest = best(scores, TOPK - len(forced), everything - forced)
+    if alone is None or rest is None:
+        return None
+    return {
+        "sinks_kept": len(alone & sinks) / len(sinks),
+        "recency_kept": len(alone & recent) / len(recent),
+        "mass": sum(weight[c] for c in alone),
+        "mass_guaranteed": sum(weight[c] for c in forced | rest),
+        "mass_best": sum(sorted(weight)[-TOPK:]),
+        "mass_chance": TOPK / T,
+    }
+
+
+# ---------------------------------------------------------------- dense attention
+
+
+def filled_cache(model, states, mask):
+    cache = make_prompt_cache(model)[0]
+    mx.eval(attention_modules(model)[0](states[None], mask, cache))
+    L = states.shape[0]
+    return cache[0].keys[..., :L, :], cache[0].values[..., :L, :]
+
+
+@pytest.mark.parametrize("queries", [[29], [3, 17, 8, 29], list(range(30))])
+def test_dense_attention_is_the_layers_own_arithmetic(model, queries):
+    attention = attention_modules(model)[0]
+    states = mx.random.normal((30, 64), key=mx.random.key(1))
+    shown = np.array(create_causal_mask(30))
+    shown[:, 5] = False
+    shown[5, 5] = True
+    expected = mla_attention(attention, np.array(states, np.float64), shown)
+    keys, values = filled_cache(model, states, mx.array(shown))
+    rows = mx.array(queries)
+    weights = dense_attention(
+        type(attention).__call__,
+        attention,
+        states[rows],
+        mx.array(shown)[rows],
+        rows,
+        keys,
+        values,
+    )
+    assert weights.shape == (len(queries), 4, 30)
+    assert weights.dtype == mx.float32
+    weights = np.array(weights)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-5)
+    np.testing.assert_allclose(weights, expected.swapaxes(0, 1)[queries], atol=1e-5)
+
+
+def test_dense_attention_touches_nothing(one_model):
+    attention = attention_modules(one_model)[0]
+    states = mx.random.normal((30, 64), key=mx.random.key(1))
+    mask = create_causal_mask(30)
+    keys, values = filled_cache(one_model, states, mask)
+    before = [np.array(array) for array in (keys, values)]
+    module = dict(attention), type(attention), dict(vars(attention))
+    kernel = deepseek_v32.scaled_dot_product_attention
+    forward = type(attention).__call__
+    dense_attention(
+        forward, attention, states[-2:], mask[-2:], mx.array([28, 29]), keys, values
+    )
+    assert (dict(attention), type(attention), dict(vars(attention))) == module
+    assert deepseek_v32.scaled_dot_product_attention is kernel
+    for array, copy in zip((keys, values), before):
+        np.testing.assert_array_equal(np.array(array), copy)
+
+
+def test_what_can_be_replayed(one_model, tiny_llama):
+    assert can_replay(type(attention_modules(one_model)[0]).__call__)
+    assert not can_replay(type(tiny_llama.model.norm).__call__)
+    assert not can_replay(UPSTREAM)
+    assert not can_replay(len)
+
+
+# ---------------------------------------------------------------- nothing is disturbed
+
+
+def modes():
+    return pytest.mark.parametrize("policy", [None, POLICY], ids=["stock", "patched"])
+
+
+@modes()
+@pytest.mark.parametrize("chunk", [1, 7, None])
+def test_logits_are_those_without_a_probe(model, policy, chunk):
+    tokens = prompt(0, 50)
+    if policy:
+        mlx_sinks.install(policy)
+    expected = feed(model, tokens, chunk)
+    with mlx_sinks.probe(model, SinkPolicy(1, 1), block=8, queries=3) as recording:
+        np.testing.assert_array_equal(feed(model, tokens, chunk), expected)
+    assert recording.queries
+    np.testing.assert_array_equal(feed(model, tokens, chunk), expected)
+
+
+@modes()
+def test_generated_tokens_are_those_without_a_probe(model, policy):
+    if policy:
+        mlx_sinks.install(policy)
+    prompts = [prompt(seed, length) for seed, length in enumerate((5, 40, 23))]
+
+    def batch():
+        generator = BatchGenerator(model, max_tokens=12, prefill_step_size=9)
+        results = {uid: [] for uid in generator.insert(prompts)}
+        while responses := generator.next_generated():
+            for response in responses:
+                results[response.uid].append(response.token)
+        generator.close()
+        return list(results.values())
+
+    expected = batch(), generated(model, prompts[1], prefill_step_size=9)
+    with mlx_sinks.probe(model, POLICY, block=8, queries=3):
+        assert (batch(), generated(model, prompts[1], prefill_step_size=9)) == expected
+
+
+def test_the_policy_in_force_is_the_one_that_the_model_runs_with(model):
+    """The probe's own policy is for what it reports, and for nothing else."""
+    tokens = prompt(0, 60)
+    stock = feed(model, tokens)
+    with mlx_sinks.patched(POLICY):
+        forced = feed(model, tokens)
+        with mlx_sinks.probe(model, SinkPolicy(8, 8)) as around:
+            np.testing.assert_array_equal(feed(model, tokens), forced)
+    with mlx_sinks.probe(model, SinkPolicy(8, 8)) as recording:
+        with mlx_sinks.patched(POLICY):
+            np.testing.assert_array_equal(feed(model, tokens), forced)
+        np.testing.assert_array_equal(feed(model, tokens), stock)
+    assert around.policy == recording.policy == SinkPolicy(8, 8)
+    assert not np.array_equal(stock, forced)
+
+
+def test_a_model_with_a_policy_of_its_own_keeps_it(one_model):
+    tokens = prompt(0, 60)
+    mlx_sinks.apply(one_model, POLICY)
+    expected = feed(one_model, tokens)
+    with mlx_sinks.probe(one_model, SinkPolicy(1, 1)):
+        np.testing.assert_array_equal(feed(one_model, tokens), expected)
+    np.testing.assert_array_equal(feed(one_model, tokens), expected)
+
+
+@pytest.mark.parametrize("ends", ["well", "with an exception"])
+def test_everything_is_as_it_was_afterwards(model, ends):
+    modules = attention_modules(model)
+    classes = [type(module) for module in modules]
+    contents = [dict(vars(module)) for module in modules]
+    try:
+        with mlx_sinks.probe(model, POLICY):
+            feed(model, prompt(0, 30))
+            if ends != "well":
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert [type(module) for module in modules] == classes
+    assert [dict(vars(module)) for module in modules] == contents
+    assert deepseek_v32.Indexer.__call__ is UPSTREAM
+    assert not is_heard()
+
+
+def test_a_call_that_fails_leaves_the_probe_listening(one_model):
+    """And the thread not: the failed call's listener is gone."""
+    tokens = prompt(0, 40)
+    with mlx_sinks.probe(one_model, POLICY) as expected:
+        feed(one_model, tokens)
+    with mlx_sinks.probe(one_model, POLICY) as recording:
+        broken = [CacheList(KVCache(), None) for _ in one_model.layers]
+        with pytest.raises(AttributeError):  # after the selection
+            one_model(mx.array([tokens]), cache=broken)
+        assert not is_heard()
+        feed(one_model, tokens)
+    same_figures(recording, expected, close=0)
+
+
+def test_an_install_inside_the_block_outlives_it(one_model):
+    with mlx_sinks.probe(one_model, POLICY):
+        mlx_sinks.install(POLICY)
+    assert deepseek_v32.Indexer.__call__ is not UPSTREAM
+    assert registry.PATCHES["dsa"]._policy == POLICY
+
+
+def test_an_uninstall_inside_the_block_is_survived(one_model):
+    tokens = prompt(0, 40)
+    stock = feed(one_model, tokens)
+    with mlx_sinks.probe(one_model, POLICY):
+        mlx_sinks.uninstall()
+        np.testing.assert_array_equal(feed(one_model, tokens), stock)
+    assert deepseek_v32.Indexer.__call__ is UPSTREAM
+
+
+def test_reached_patches_with_nothing_to_force(one_model):
+    tokens = prompt(0, 40)
+    stock = feed(one_model, tokens)
+    with registry.reached(one_model):
+        assert deepseek_v32.Indexer.__call__ is not UPSTREAM
+        np.testing.assert_array_equal(feed(one_model, tokens), stock)
+    assert deepseek_v32.Indexer.__call__ is UPSTREAM
+    with mlx_sinks.patched(POLICY):
+        with registry.reached(one_model):
+            assert registry.PATCHES["dsa"]._policy == POLICY
+        assert registry.PATCHES["dsa"]._policy == POLICY
+
+
+# ---------------------------------------------------------------- what is recorded
+
+
+def test_every_position_against_the_oracle(model):
+    tokens = prompt(5, 60)
+    expected = {}
+    inputs = hidden_states(model, tokens)
+    causal = np.tril(np.ones((60, 60), bool))
+    for number, (attention, x) in enumerate(zip(attention_modules(model), inputs)):
+        weights = mla_attention(attention, x, causal).mean(axis=0)
+        scores = index_scores(attention, x)
+        for p in range(TOPK, 60):
+            expected[number, p] = expected_figures(
+                scores[p, : p + 1], weights[p, : p + 1], POLICY
+            )
+    with mlx_sinks.probe(model, POLICY, block=1, queries=1) as recording:
+        feed(model, tokens)
+    assert recording.blocks == list(range(TOPK, 60))
+    assert recording.queries == len(expected)
+    known = [key for key, figures in expected.items() if figures]
+    assert len(known) > 0.8 * len(expected)
+    for name in FIGURES:
+        got = recording.figure(name)
+        assert got.shape == (len(model.layers), 60 - TOPK)
+        np.testing.assert_allclose(
+            [got[number, p - TOPK] for number, p in known],
+            [expected[key][name] for key in known],
+            rtol=0,
+            atol=1e-4,
+            err_msg=name,
+        )
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_the_cut_into_calls_does_not_matter(model, chunk):
+    tokens = prompt(1, 60)
+    with mlx_sinks.probe(model, POLICY, block=8, queries=3) as whole:
+        feed(model, tokens)
+    with mlx_sinks.probe(model, POLICY, block=8, queries=3) as cut:
+        feed(model, tokens, chunk)
+    same_figures(cut, whole)
+
+
+def test_a_sequence_after_another_is_looked_at_by_itself(one_model):
+    """Token by token: what an earlier sequence chose from is no longer of interest."""
+    first, second = prompt(1, 57), prompt(2, 40)
+    with mlx_sinks.probe(one_model, POLICY, block=8, queries=3) as whole:
+        feed(one_model, first)
+        feed(one_model, second)
+    with mlx_sinks.probe(one_model, POLICY, block=8, queries=3) as cut:
+        feed(one_model, first, 1)
+        feed(one_model, second, 1)
+    same_figures(cut, whole)
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_a_left_padded_batch_is_its_sequences(model, chunk):
+    """One much shorter, and one that never leaves anything out."""
+    prompts = [prompt(seed, n) for seed, n in enumerate((60, 37, 21, TOPK))]
+    with mlx_sinks.probe(model, POLICY, block=8, queries=3) as alone:
+        for tokens in prompts:
+            feed(model, tokens)
+    with mlx_sinks.probe(model, POLICY, block=8, queries=3) as together:
+        feed_together(model, prompts, chunk)
+    same_figures(together, alone)
+
+
+def test_generated_tokens_are_looked_at_as_prompts_are(model):
+    p = prompt(2, 20)
+    with mlx_sinks.probe(model, POLICY, block=4, queries=4) as as_generated:
+        answer = generated(model, p, 21)
+    with mlx_sinks.probe(model, POLICY, block=4, queries=4) as as_prompt:
+        feed(model, p + answer[:-1])
+    assert as_prompt.blocks == [16, 20, 24, 28, 32, 36]
+    for name in FIGURES:
+        np.testing.assert_allclose(
+            # Upstream may have computed one token more than it gave out.
+            as_generated.figure(name)[:, :6],
+            as_prompt.figure(name),
+            atol=1e-4,
+        )
+
+
+def test_the_guarantee_in_force_does_not_change_what_the_scores_alone_choose(one_model):
+    """In the first layer, which sees the same hidden states under any policy."""
+    tokens = prompt(3, 60)
+    with mlx_sinks.probe(one_model, POLICY, block=8) as stock:
+        feed(one_model, tokens)
+    with (
+        mlx_sinks.patched(SinkPolicy(4, 8)),
+        mlx_sinks.probe(one_model, POLICY, block=8) as forced,
+    ):
+        feed(one_model, tokens)
+    for name in FIGURES:
+        np.testing.assert_allclose(
+            forced.figure(name)[0], stock.figure(name)[0], atol=1e-4
+        )
+
+
+def test_nothing_is_recorded_while_all_tokens_fit(model):
+    with mlx_sinks.probe(model, POLICY, block=1, queries=1) as recording:
+        feed(model, prompt(0, TOPK))
+        feed_together(model, [prompt(0, TOPK), prompt(1, 4)])
+        assert recording.blocks == []
+        assert recording.queries == 0
+        assert recording.figure("mass").shape == (len(model.layers), 0)
+        feed(model, prompt(0, TOPK + 1))
+    assert recording.blocks == [TOPK]
+    assert recording.queries == len(model.layers)
+
+
+@pytest.mark.parametrize(
+    ("block", "queries"), [(8, 1), (8, 2), (8, 8), (10, 4), (7, 3), (64, 5)]
+)
+def test_evenly_spaced_queries(make, monkeypatch, block, queries):
+    model, seen = make(index_topk=8), looked_at(monkeypatch)
+    with mlx_sinks.probe(model, SinkPolicy(1, 1), block=block, queries=queries) as r:
+        feed(model, prompt(0, 80))
+    assert r.queries == len(seen) == len(set(seen))
+    by_layer = [[p for layer, p in seen if layer == number] for number in (0, 1)]
+    assert sorted(by_layer[0]) == sorted(by_layer[1])
+    positions = sorted(by_layer[0])
+    assert positions[0] >= 8
+    assert r.blocks == sorted({p - p % block for p in positions})
+    for start in range(0, 80 - block + 1, block):
+        inside = [p for p in positions if start <= p < start + block]
+        if start >= 8:
+            assert len(inside) == queries
+    gaps = set(np.diff(positions).tolist())
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_a_block_is_the_average_of_its_queries(one_model, monkeypatch):
+    tokens = prompt(4, 64)
+    with mlx_sinks.probe(one_model, POLICY, block=1, queries=1) as single:
+        feed(one_model, tokens)
+    seen = looked_at(monkeypatch)
+    with mlx_sinks.probe(one_model, POLICY, block=16, queries=4) as blocks:
+        feed(one_model, tokens)
+    for number in range(len(one_model.layers)):
+        for place, start in enumerate(blocks.blocks):
+            mine = [
+                single.blocks.index(p)
+                for layer, p in seen
+                if layer == number and start <= p < start + 16
+            ]
+            for name in FIGURES:
+                assert blocks.figure(name)[number, place] == pytest.approx(
+                    single.figure(name)[number, mine].mean(), abs=1e-5
+                )
+
+
+def test_a_recording_can_be_read_while_it_grows(one_model):
+    cache, tokens = make_prompt_cache(one_model), prompt(0, 60)
+    with mlx_sinks.probe(one_model, POLICY, block=10, queries=2) as recording:
+        counts = []
+        for start in range(0, 60, 20):
+            feed(one_model, tokens[start : start + 20], cache=cache)
+            counts.append(recording.queries)
+            assert recording.figure("mass").shape == (2, len(recording.blocks))
+    assert counts[0] < counts[1] < counts[2]
+    feed(one_model, tokens)
+    assert recording.queries == counts[2]
+
+
+@pytest.mark.filterwarnings("ignore:recency=64")
+def test_a_recording_knows_what_it_is_of(one_model):
+    with mlx_sinks.probe(one_model) as recording:
+        pass
+    assert recording.layers == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert recording.index_topk == TOPK
+    assert recording.policy == SinkPolicy()
+    assert recording.block == 256
+
+
+def test_a_call_without_a_cache_is_a_sequence_from_its_start_on(model):
+    tokens = prompt(1, 40)
+    with mlx_sinks.probe(model, POLICY, block=8) as cached:
+        feed(model, tokens)
+    expected = np.array(model(mx.array([tokens])))
+    with mlx_sinks.probe(model, POLICY, block=8) as recording:
+        np.testing.assert_array_equal(np.array(model(mx.array([tokens]))), expected)
+    same_figures(recording, cached)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(dtype=mx.bfloat16), dict(bits=4)], ids=["bfloat16", "4 bits"]
+)
+def test_other_weights(make, options):
+    model = make(**options)
+    with mlx_sinks.probe(model, POLICY, block=16, queries=4) as recording:
+        feed(model, prompt(0, 60))
+    figures = {name: recording.figure(name) for name in FIGURES}
+    assert np.isfinite(list(figures.values())).all()
+    assert (figures["mass"] <= figures["mass_best"] + 1e-5).all()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_model_that_selects_nowhere(tiny_llama):
+    with (
+        pytest.raises(ValueError, match="Model has no layer that mlx-sinks patches"),
+        mlx_sinks.probe(tiny_llama, POLICY),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"\w+ \w+"), registry.reached(tiny_llama):
+        pass
+    assert deepseek_v32.Indexer.__call__ is UPSTREAM
+
+
+def test_a_layer_that_cannot_be_observed(one_model):
+    class Wrapped(deepseek_v32.DeepseekV32Attention):
+        def __call__(self, *args, **options):
+            return super().__call__(*args, **options)
+
+    modules = attention_modules(one_model)
+    modules[1].__class__ = Wrapped
+    with pytest.raises(ProbeError), mlx_sinks.probe(one_model, POLICY):
+        pass
+    assert type(modules[0]) is deepseek_v32.DeepseekV32Attention
+    assert type(modules[1]) is Wrapped
+    assert deepseek_v32.Indexer.__call__ is UPSTREAM
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(queries=0), dict(queries=-1), dict(queries=9, block=8), dict(block=0)],
+    ids=str,
+)
+def test_counts_that_cannot_be(one_model, options):
+    with pytest.raises(ValueError), mlx_sinks.probe(one_model, POLICY, **options):
+        pass
+    assert deepseek_v32.Indexer.__call__ is UPSTREAM
+
+
+def test_a_policy_that_does_not_fit_the_model(one_model):
+    with (
+        pytest.raises(ValueError, match=f"sinks={TOPK}"),
+        mlx_sinks.probe(one_model, SinkPolicy(TOPK, 1)),
+    ):
+        feed(one_model, prompt(0, 40))
+    assert deepseek_v32.Indexer.__call__ is UPSTREAM
+
+
+def test_a_second_probe_on_a_model_is_refused_and_the_first_unharmed(one_model):
+    tokens = prompt(0, 40)
+    with mlx_sinks.probe(one_model, POLICY) as expected:
+        feed(one_model, tokens)
+    with mlx_sinks.probe(one_model, POLICY) as recording:
+        with pytest.raises(ProbeError), mlx_sinks.probe(one_model, POLICY):
+            pass
+        feed(one_model, tokens)
+    same_figures(recording, expected, close=0)
+    with mlx_sinks.probe(one_model, POLICY) as again:
+        feed(one_model, tokens)
+    same_figures(again, expected, close=0)
+
+
+# ---------------------------------------------------------------- who hears whom
+
+
+def test_two_probed_models_in_one_thread(make):
+    models = [make(kind, seed=seed) for seed, kind in enumerate(small_models.KINDS)]
+    texts, alone = [prompt(0, 40), prompt(1, 60)], []
+    for model, tokens in zip(models, texts):
+        with mlx_sinks.probe(model, POLICY, block=8) as recording:
+            feed(model, tokens)
+        alone.append(recording)
+    with (
+        mlx_sinks.probe(models[0], POLICY, block=8) as first,
+        mlx_sinks.probe(models[1], POLICY, block=8) as second,
+    ):
+        for model, tokens in zip(models, texts):
+            feed(model, tokens)
+    same_figures(first, alone[0], close=0)
+    same_figures(second, alone[1], close=0)
+
+
+TWO_THREADS = """
+import json, os, threading
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+import mlx_sinks, small_models
+
+models = [small_models.make(seed=seed) for seed in (0, 1)]
+turns, masses = [threading.Semaphore(), threading.Semaphore(0)], [{}, {}]
+
+def probed(number, alone):
+    with mlx_sinks.probe(models[number], mlx_sinks.SinkPolicy(2, 3), block=8) as seen:
+        cache = make_prompt_cache(models[number])
+        for start in range(0, 60 - 20 * number, 10):
+            alone or turns[number].acquire()
+            tokens = mx.arange(start, start + 10)[None] + number
+            mx.eval(models[number](tokens, cache=cache))
+            alone or turns[1 - number].release()
+    masses[number][alone] = [seen.queries, seen.figure("mass").tolist()]
+
+for number in (0, 1):
+    probed(number, True)
+
+def other():
+    probed(1, False)
+    turns[0].release(2)
+    threading.Event().wait()
+
+threading.Thread(target=other, daemon=True).start()
+probed(0, False)
+turns[0].acquire()
+print(json.dumps([[mass[True], mass[False]] for mass in masses]), flush=True)
+os._exit(0)
+"""
+
+
+def test_two_models_in_two_threads_do_not_hear_each_other():
+    """By turns, in a process that ends before a thread does: mlx aborts otherwise."""
+    tests = Path(small_models.__file__).parent
+    outcome = processes.python(TWO_THREADS, PYTHONPATH=str(tests))
+    assert outcome.status == 0, outcome.stderr
+    for alone, together in json.loads(outcome.stdout):
+        assert alone[0] == together[0] > 0
+        np.testing.assert_allclose(together[1], alone[1], atol=1e-5)
+
+
+def test_an_unprobed_model_is_not_heard(make):
+    probed, other = make(seed=0), make(seed=1)
+    with mlx_sinks.probe(probed, POLICY) as recording:
+        feed(other, prompt(0, 40))
+    assert recording.queries == 0
+
+
+SCORES = mx.random.normal((2, 1, 3, 9), key=mx.random.key(0))
+
+
+def test_a_listener_gets_what_a_selection_chooses_from():
+    heard = []
+    padding, mask = mx.array([0, 2]), mx.ones((3, 9), mx.bool_)
+    with listening(lambda *chosen_from: heard.append(chosen_from)):
+        assert is_heard()
+        columns = select_columns(SCORES, 4, SinkPolicy(1, 2), padding, mask)
+        assert select_columns(SCORES, 9, POLICY) is None
+        select_columns(SCORES, 8, SinkPolicy(0, 0))
+    assert not is_heard()
+    select_columns(SCORES, 4, SinkPolicy(1, 1))
+    first, second = heard
+    assert all(got is given for got, given in zip(first, (SCORES, padding, mask)))
+    assert second[0] is SCORES
+    assert second[1:] == (None, None)
+    unheard = select_columns(SCORES, 4, SinkPolicy(1, 2), padding, mask)
+    np.testing.assert_array_equal(np.array(columns), np.array(unheard))
+
+
+def test_a_listener_is_gone_after_an_exception():
+    with pytest.raises(ZeroDivisionError), listening(print):
+        raise ZeroDivisionError
+    assert not is_heard()
+
+
+def test_listening_blocks_nest():
+    outer, inner = [], []
+    with listening(lambda *_: outer.append(1)):
+        with listening(lambda *_: inner.append(1)):
+            select_columns(SCORES, 4, SinkPolicy(1, 1))
+        assert len(inner) == 1
+        heard = len(outer)
+        select_columns(SCORES, 4, SinkPolicy(1, 1))
+    assert len(outer) == heard + 1
+    assert len(inner) == 1
+
+
+def test_listening_is_the_threads_own():
+    heard = []
+
+    def elsewhere():
+        select_columns(SCORES, 4, SinkPolicy(1, 1))
+        return is_heard()
+
+    with listening(lambda *_: heard.append(1)), ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(elsewhere).result(60)
+        assert is_heard()
+    assert heard == []
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def recording_of(masses, layers=3):
+    """One block a column; mass_best 0.9 and mass_chance 0.1 throughout."""
+    names = [f"model.layers.{number}.self_attn" for number in range(layers)]
+    recording = Recording(names, 16, POLICY, 4)
+    for layer, row in enumerate(masses):
+        for place, mass in enumerate(row):
+            if mass is not None:
+                figures = {"mass": mass, "mass_best": 0.9, "mass_chance": 0.1}
+                recording.add(
+                    layer,
+                    16 + 4 * place,
+                    np.array([figures.get(name, np.nan) for name in FIGURES]),
+                )
+    return recording
+
+
+def test_a_recording_averages_by_block_and_is_nan_where_unseen():
+    recording = recording_of([[0.2, None], [0.4, 0.6], [None, None]])
+    figures = np.array([0.8 if name == "mass" else 0.5 for name in FIGURES])
+    recording.add(0, 19, figures)
+    assert recording.blocks == [16, 20]
+    assert recording.queries == 4
+    np.testing.assert_allclose(
+        recording.figure("mass"), [[0.5, np.nan], [0.4, 0.6], [np.nan, np.nan]]
+    )
+
+
+def test_a_recording_as_json():
+    recording = recording_of([[0.25, None], [0.5, 0.75], [None, None]])
+    text = json.dumps(report.as_dict(recording), allow_nan=False)
+    assert text.count("null") >= 3
+    for part in (*recording.layers, *FIGURES, "0.25", "0.75", "16"):
+        assert part in text
+
+
+def test_by_layer_is_the_average_over_blocks():
+    means = report.by_layer(recording_of([[0.2, 0.4], [0.5, 0.7], [0.9, 0.9]]))
+    assert set(means) == set(FIGURES)
+    np.testing.assert_allclose(means["mass"], [0.3, 0.6, 0.9], atol=1e-6)
+
+
+def test_skill_is_0_by_chance_and_1_at_best():
+    means = report.by_layer(recording_of([[0.1, 0.1], [0.9, 0.9], [0.5, 0.5]]))
+    np.testing.assert_allclose(report.skill(means), [0, 1, 0.5], atol=1e-6)
+
+
+def test_suspects_are_below_healthy_and_the_worst_comes_first():
+    skills = [0.5, 1.0, report.HEALTHY + 0.01, -0.1, report.HEALTHY - 0.01]
+    masses = [[0.1 + 0.8 * skill] for skill in skills]
+    means = report.by_layer(recording_of(masses, layers=5))
+    assert report.suspects(means) == [3, 0, 4]
+
+
+def test_a_layer_that_was_not_seen_is_no_suspect():
+    means = report.by_layer(recording_of([[0.5], [None], [0.9]]))
+    assert report.suspects(means) == [0]
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        ([f"model.layers.{n}.self_attn" for n in (0, 7, 10)], ["0", "7", "10"]),
+        ([f"layers.{n}.attn" for n in (10, 11)], ["10", "11"]),
+        (["model.layers.0.attn_a", "model.layers.1.attn_b"], ["0.attn_a", "1.attn_b"]),
+    ],
+)
+def test_labels_are_what_names_do_not_share(names, short):
+    assert report.labels(names) == short
+
+
+@pytest.mark.parametrize(
+    "names", [["model.layers.7.self_attn"], ["mtp.attn", "model.layers.3.attn"]]
+)
+def test_labels_tell_layers_apart_whatever_their_names(names):
+    labels = report.labels(names)
+    assert len(set(labels)) == len(names)
+    assert all(label and label in name for label, name in zip(labels, names))
