@@ -19,23 +19,23 @@ SUITE := -m pytest --numprocesses 2 --dist loadfile
 .PHONY: demo test test-newest test-oldest lint clean
 
 demo: build/venv-demo/ready
-	build/venv-demo/bin/python bench/smollm2_dsa/demo.py --build build --out build/demo.json
+	build/venv-demo/bin/python bench/demo.py --build build --out build/demo.json
 
 test: lint test-newest test-oldest
 
 test-newest: build/venv-newest/ready
-	build/venv-newest/bin/python $(SUITE) --smollm2-seeds 0 1
+	build/venv-newest/bin/python $(SUITE) --smollm2-seeds 0
 
 test-oldest: build/venv-oldest/ready
-	build/venv-oldest/bin/python $(SUITE) --smollm2-seeds 2
+	build/venv-oldest/bin/python $(SUITE) --smollm2-seeds 2 --zoo random
 
 lint: build/venv-newest/ready
 	build/venv-newest/bin/ruff check .
 	build/venv-newest/bin/ruff format --check .
 
-build/venv-newest/ready: EXTRAS = dev
+build/venv-newest/ready: EXTRAS = dev plots
 build/venv-newest/ready: RELEASES = $(NEWEST)
-build/venv-oldest/ready: EXTRAS = dev
+build/venv-oldest/ready: EXTRAS = dev plots
 build/venv-oldest/ready: RELEASES = $(OLDEST)
 
 build/venv-%/ready: pyproject.toml mlx_sinks.pth

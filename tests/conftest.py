@@ -55,3 +55,9 @@ def pytest_addoption(parser):
         default=["0"],
         help="seeds of SmolLM2-DSA's random indexers",
     )
+    parser.addoption(
+        "--zoo",
+        nargs="+",
+        default=["random", "trained", "RoPE flipped"],
+        help="kinds of SmolLM2-DSA's indexers",
+    )

@@ -120,3 +120,26 @@ def write_folder(
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def write_llama_folder(folder: Path) -> Path:
+    """A model that selects nothing; returns ``folder``."""
+    from mlx_lm.models import llama
+
+    facts = dict(
+        model_type="llama",
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        rms_norm_eps=1e-5,
+        eos_token_id=256,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(facts))
+    model = llama.Model(llama.ModelArgs.from_dict(facts))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    tokenizer().save_pretrained(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""Every command of the README is run, or as much of it as a test can afford."""
+"""Every command of README and docs is run, or as much of it as a test can afford."""
 
 import os
 import re
@@ -14,10 +14,25 @@ from processes import command, run, serving
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
+DOCS = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", "\n".join([README, *DOCS]), re.M | re.S)
 COMMANDS = [
-    line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()
+    line
+    for kind, block in BLOCKS
+    if kind == "sh"
+    for line in block.replace("\\\n", " ").splitlines()
 ]
+# What to add to a command that would take minutes, and the sentence that it then ends
+# with: everything before that is done, options, model and text included.
+AFFORDABLE = {
+    "bench/perplexity.py": ("--tokens 9", "9 tokens don't go past"),
+    "bench/repetition_profile.py": ("--past 0.1", "tokens don't go past"),
+    "bench/failure_zoo.py": ("--tokens 9", "--tokens 9 has to go past"),
+    "bench/policy_sweep.py": ("--tokens 9", "--tokens 9 has to go past"),
+    "train_indexer.py": ("--length 9999999", "too few for --length"),
+    "mlx-sinks probe": ("--tokens 9", "9 tokens don't go past"),
+}
+JARGON = "/usr/share/doc/jargon-text/jargon.txt.gz"
 CHECKPOINT = "spicyneuron/GLM-5.1-MLX-4.5bit"
 
 
@@ -39,7 +54,7 @@ def checkpoint(tmp_path_factory):
 
 def test_each_command_is_of_a_kind_that_is_tested_below():
     known = ("pip install ", "MLX_SINKS=1 mlx_lm.generate ", "make demo")
-    known += ("mlx-sinks run mlx_lm.server ", "python bench/smollm2_dsa/")
+    known += ("mlx-sinks run mlx_lm.server ", "mlx-sinks probe ", "python bench/")
     assert [line for line in COMMANDS if not line.startswith(known)] == []
 
 
@@ -70,20 +85,43 @@ def test_the_extras_of_the_installation_exist():
 def test_make_demo():
     result = shell("make --dry-run demo")
     assert result.status == 0, result.stderr
-    assert "bench/smollm2_dsa/demo.py" in result.stdout
+    assert "bench/demo.py" in result.stdout
 
 
-def test_the_bench(tmp_path):
-    folder = "build/smollm2-dsa-256"
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folders that the build.py commands write, by the names they write to."""
+    folders = {}
     for line in commands("build.py"):
-        result = shell(line.replace(folder, str(tmp_path / "model")))
+        (out,) = re.findall(r"--out (\S+)", line)
+        folders[out] = str(tmp_path_factory.mktemp("built") / Path(out).name)
+        result = shell(line.replace(out, folders[out]))
         assert result.status == 0, result.stderr
-    for line in commands("perplexity.py"):
-        # Everything but the minutes: the options, the folder, the text.
-        line = f"{line.replace(folder, str(tmp_path / 'model'))} --tokens 200"
-        result = shell(line)
-        assert result.status == 1
-        assert "--tokens 200 doesn't go past index_topk 256" in result.stderr
+    return folders
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in COMMANDS if any(name in line for name in AFFORDABLE)]
+)
+def test_what_takes_minutes(line, built, checkpoint, tmp_path):
+    folders = {**built, CHECKPOINT: str(checkpoint), JARGON: "README.md"}
+    folders["notes.txt"] = "README.md"
+    for name in re.findall(r"--(?:out|parts) (\S+)", line):
+        folders[name] = str(tmp_path / Path(name).name)
+    words = [folders.get(word, word) for word in line.split()]
+    (extra, sentence), *_ = (
+        ending for name, ending in AFFORDABLE.items() if name in line
+    )
+    result = shell(" ".join([*words, extra]))
+    assert result.status == 1, result.stdout
+    assert sentence in result.stderr
+
+
+def test_the_bench_that_takes_seconds():
+    for line in commands("probe_cost.py"):
+        result = shell(f"{line} --rounds 2 --columns 4096")
+        assert result.status == 0, result.stderr
+        assert "ratio" in result.stdout
 
 
 def test_python(checkpoint):

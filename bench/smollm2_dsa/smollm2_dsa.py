@@ -21,25 +21,33 @@ class ModelArgs(llama.ModelArgs):
     index_head_dim: int = 32
     index_topk: int = 256
     index_rope_head_dim: int = 16
+    index_rope_interleave: bool = False
 
-    def indexer_args(self) -> deepseek_v32.ModelArgs:
-        """What upstream's Indexer reads; its queries come from the hidden state."""
-        return deepseek_v32.ModelArgs(
+    def indexer(self) -> deepseek_v32.Indexer:
+        """Upstream's Indexer, random; its queries come from the hidden state."""
+        args = deepseek_v32.ModelArgs(
             hidden_size=self.hidden_size,
             q_lora_rank=self.hidden_size,
             index_n_heads=self.index_n_heads,
             index_head_dim=self.index_head_dim,
             index_topk=self.index_topk,
             qk_rope_head_dim=self.index_rope_head_dim,
-            rope_theta=self.rope_theta,
-            max_position_embeddings=self.max_position_embeddings,
         )
+        indexer = deepseek_v32.Indexer(args)
+        # mlx-lm 0.31.3 interleaves always: weights trained for one convention would
+        # be run with the other.
+        indexer.rope = nn.RoPE(
+            self.index_rope_head_dim,
+            traditional=self.index_rope_interleave,
+            base=self.rope_theta,
+        )
+        return indexer
 
 
 class SparseAttention(llama.Attention):
     def __init__(self, args: ModelArgs):
         super().__init__(args)
-        self.indexer = deepseek_v32.Indexer(args.indexer_args())
+        self.indexer = args.indexer()
 
     def __call__(
         self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None

@@ -1,6 +1,6 @@
 """The same prompt and seed three times through plain mlx_lm.generate.
 
-    python bench/smollm2_dsa/demo.py
+    python bench/demo.py
 
 Stock, with MLX_SINKS=1, and dense (indexer off); then what each arm keeps, its
 perplexity of a given text past index_topk, and how much its text repeats itself.
@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from arguments import HelpFormatter, add_output, count, put_out, seed
+from arguments import TEXT, HelpFormatter, add_output, count, put_out, seed
 from blas import with_fast_blas
-from build import build
+from mlx_sinks.probing.repetition import repetition
+from smollm2_dsa.build import build
 
 INDEX_TOPK = 128
 CONTEXT = 8192
@@ -99,17 +100,21 @@ def run_arms(options: argparse.Namespace, console: Console) -> dict:
             arms[arm] = {
                 "command": f"{prefix}{shlex.join(['mlx_lm.generate', *command[1:]])}",
                 "text": text,
-                "repeated_4_grams": repeated_share(ids),
+                "repeated_4_grams": [
+                    part.repeated[N] for part in repetition(ids, BLOCK, (N,))
+                ],
             }
         output = measuring.stdout.read()
         bar.update(measuring_task, total=1, completed=1)
     measured = json.loads(output)
-    for row in measured.pop("rows"):
-        arms[row["arm"]] |= {
-            name: row[name] for name in ("perplexity", "times_dense", "sinks_kept")
-        }
+    kept = {"stock": measured["sinks_kept"], "sinks": 1.0, "dense": None}
+    for arm, figures in arms.items():
+        figures["sinks_kept"] = kept[arm]
+        for name in ("perplexity", "times_dense"):
+            figures[name] = measured[name][arm]
+    facts = ("index_topk", "tokens", "text", "policy", "versions", "device")
     asked = {name: getattr(options, name) for name in ("prompt", "temp", "seed")}
-    return {**measured, **asked, "block": BLOCK, "arms": arms}
+    return {**{name: measured[name] for name in facts}, **asked, "arms": arms}
 
 
 def generate_command(folder: Path, options: argparse.Namespace) -> list[str]:
@@ -128,8 +133,9 @@ def generate_command(folder: Path, options: argparse.Namespace) -> list[str]:
 def perplexity_command(folder: Path, options: argparse.Namespace) -> list[str]:
     """The figures of perplexity.py for the same folder, in a process of its own."""
     script = Path(__file__).with_name("perplexity.py")
-    facts = [f"--model={folder}", f"--tokens={options.text_tokens}", "--json"]
-    return [sys.executable, str(script), *facts]
+    facts = [f"--model={folder}", f"--text={TEXT}", f"--tokens={options.text_tokens}"]
+    asked = ["--trust-remote-code", "--probe", "--json"]
+    return [sys.executable, str(script), *facts, *asked]
 
 
 def generate(
@@ -168,25 +174,6 @@ def started(
             errors.seek(0)
             said = errors.read().decode()
             raise subprocess.CalledProcessError(status, command[:2], stderr=said)
-
-
-def repeated_share(ids: list[int]) -> list[float]:
-    """Share of tokens in each block of 100 that lie in a 4-gram seen before.
-
-    A 4-gram counts as seen where the same four tokens stand anywhere earlier in the
-    text. A last block of under half the length joins the one before it.
-    """
-    seen: set[tuple[int, ...]] = set()
-    repeated = [False] * len(ids)
-    for start in range(len(ids) - N + 1):
-        gram = tuple(ids[start : start + N])
-        if gram in seen:
-            repeated[start : start + N] = [True] * N
-        seen.add(gram)
-    blocks = max(1, (len(ids) + BLOCK // 2) // BLOCK)
-    cuts = [*range(0, blocks * BLOCK, BLOCK), len(ids)]
-    parts = [repeated[a:b] for a, b in zip(cuts, cuts[1:])]
-    return [sum(part) / len(part) if part else 0.0 for part in parts]
 
 
 def show(result: dict, console: Console) -> None:

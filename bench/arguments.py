@@ -1,0 +1,151 @@
+"""What the scripts' command lines and files have in common."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from rich.console import Console
+
+import mlx_sinks
+from mlx_sinks.probing.text import MANUAL, text_ids
+
+TEXT = Path(__file__).parent / "smollm2_dsa" / "text.txt"
+
+
+class HelpFormatter(
+    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+):
+    """The script's docstring as it is written, and the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if action.default in (None, False) or isinstance(action.default, list):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def seed(text: str) -> int:
+    """A seed as MLX's random numbers take it."""
+    if text.isascii() and text.isdigit() and int(text) < 2**32:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"a whole number from 0 to 2**32 - 1, not {text}")
+
+
+def count(text: str) -> int:
+    """A number of things of which one is needed at least."""
+    if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"a whole number >= 1, not {text}")
+
+
+def new_file(text: str) -> Path:
+    """A file that can be written, known before hours of work and not after them."""
+    path = Path(text)
+    _make(path.parent)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    return path
+
+
+def folder(text: str) -> Path:
+    """A folder that is there, or was made."""
+    path = Path(text)
+    _make(path)
+    return path
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, no table")
+    parser.add_argument("--out", type=new_file, help="write the JSON to this file too")
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    defaults = mlx_sinks.SinkPolicy()
+    for name in ("sinks", "recency"):
+        default = getattr(defaults, name)
+        parser.add_argument(f"--{name}", type=int, default=default, help="to keep")
+
+
+def put_out(
+    result: dict, options: argparse.Namespace, show: Callable[[dict, Console], None]
+) -> None:
+    """Print the result as asked, and write it where asked."""
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = 120  # a file has no edge that tables must fit in
+        show(result, console)
+    if options.out:
+        write_json(options.out, result)
+
+
+def write_json(path: Path, result: Any) -> None:
+    """The whole file or none of it."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(json.dumps(result, indent=2) + "\n")
+    unfinished.replace(path)
+
+
+def run(script: str, work: Callable[[], None], stopped: str = "stopped") -> int:
+    """The exit status of a script: what a user can mend is a sentence on stderr."""
+    try:
+        work()
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"{script}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{script}: {stopped}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def finished(
+    path: Path | None, facts: dict[str, Any], compute: Callable[[], dict]
+) -> dict:
+    """The result of an earlier run with the same facts, or a new one that is kept."""
+    if path is not None and path.exists():
+        kept = json.loads(path.read_text())
+        if kept["facts"] == facts:
+            return kept["result"]
+    result = compute()
+    if path is not None:
+        write_json(path, {"facts": facts, "result": result})
+    return result
+
+
+def token_ids(tokenizer: Any, text: Path | None) -> tuple[list[int], dict[str, str]]:
+    """All tokens of a text file, or of Python's manual, and what names them."""
+    ids = text_ids(tokenizer, text)
+    return ids, {"text": text.name if text else MANUAL, "sha256": sha256(ids)}
+
+
+def sha256(ids: list[int]) -> str:
+    """Of the token ids in decimal, a blank between them."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
+
+
+def environment() -> dict[str, Any]:
+    """What a figure may depend on besides its command."""
+    names = ("mlx-sinks", "mlx-lm", "mlx", "numpy")
+    return {
+        "versions": {name: version(name) for name in names},
+        "python": platform.python_version(),
+        "device": f"{mx.default_device()}, {platform.platform()}",
+    }

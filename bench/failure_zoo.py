@@ -1,0 +1,244 @@
+"""What healthy and sick indexers do to SmolLM2-DSA, with and without the guarantee.
+
+    python bench/failure_zoo.py --model build/smollm2-dsa-256
+
+For each kind of indexer and arm, the mean and the range over the seeds of random
+weights, or over the files of trained ones (train_indexer.py writes more):
+
+  perplexity    of a text past index_topk, teacher-forced
+  x dense       its ratio to the same without indexers
+  surprise      perplexity, to the dense model, of texts generated past index_topk
+  repeats 4     share of those texts inside a repeated 4-gram
+  sinks kept    share of the policy's sinks in the arm's selections
+  mass          share of dense attention on the arm's selected columns
+  skill         of stock's choice: 0 a blind one, 1 the best possible
+
+Finished parts are kept under --parts: a run that was interrupted goes on there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import re
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import mlx_sinks
+import zoo
+from arguments import (
+    HelpFormatter,
+    add_output,
+    add_policy,
+    count,
+    environment,
+    finished,
+    folder,
+    put_out,
+    run,
+    seed,
+    token_ids,
+)
+from arms import arms, dense, indexers, load
+from blas import restart_with_fast_blas
+from generation import generate, text_losses
+from mlx_sinks.probing.repetition import repetition
+from perplexity import perplexity_past, probed, token_losses
+from smollm2_dsa.build import TRAINED
+
+KINDS = ("random", "trained", "RoPE flipped", "4-bit", "shared by four")
+MEASURES = {
+    "perplexity": ("perplexity", "{:.2f}"),
+    "times_dense": ("x dense", "{:.3f}"),
+    "surprise": ("surprise", "{:.2f}"),
+    "repeats_4": ("repeats 4", "{:.0%}"),
+    "sinks_kept": ("sinks kept", "{:.0%}"),
+    "mass": ("mass", "{:.3f}"),
+    "skill": ("skill", "{:.2f}"),
+}
+
+
+def main() -> int:
+    restart_with_fast_blas()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, help="folder written by build.py")
+    add_zoo(parser, KINDS)
+    add("--texts", type=count, default=8, help="to generate in each arm")
+    add("--generate", type=int, default=200, help="tokens of each text; 0: no texts")
+    add("--parts", type=folder, default="build/zoo", help="folder of finished parts")
+    add_policy(parser)
+    add_output(parser)
+    options = parser.parse_args()
+    stopped = "stopped; the same command goes on with the parts that are left"
+    return run(
+        "failure_zoo.py", lambda: put_out(measure(options), options, show), stopped
+    )
+
+
+def add_zoo(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
+    """Which indexers, and the text that they are measured on."""
+    add = parser.add_argument
+    names = ", ".join(map(repr, zoo.KINDS))
+    add(
+        "--indexers",
+        nargs="+",
+        choices=zoo.KINDS,
+        default=kinds,
+        metavar="KIND",
+        help=f"of {names}",
+    )
+    add("--seeds", type=seed, nargs="+", default=[0], help="of random indexers")
+    add(
+        "--trained",
+        type=Path,
+        nargs="+",
+        default=[TRAINED],
+        metavar="FILE",
+        help="trained indexers; default: those that are shipped",
+    )
+    add("--text", type=Path, help="text to predict; default: Python's own manual")
+    add("--tokens", type=count, default=1024, help="how many of it to read")
+
+
+def read_text(
+    options: argparse.Namespace, tokenizer: Any, index_topk: int
+) -> tuple[list[int], dict]:
+    """The text's tokens, and the facts about them."""
+    ids, source = token_ids(tokenizer, options.text)
+    if not index_topk + 1 < options.tokens <= len(ids):
+        raise ValueError(
+            f"--tokens {options.tokens} has to go past index_topk {index_topk}, and "
+            f"{source['text']} has {len(ids)}"
+        )
+    return ids[: options.tokens], source | {"tokens": options.tokens}
+
+
+def cases(options: argparse.Namespace) -> list[zoo.Case]:
+    """A case for each seed where weights are random, else for each trained file."""
+    seeds, files = dict.fromkeys(options.seeds), dict.fromkeys(options.trained)
+    return [
+        case
+        for kind in options.indexers
+        for case in (
+            [zoo.Case(kind, seed=seed) for seed in seeds]
+            if kind == "random"
+            else [zoo.Case(kind, trained=file) for file in files]
+        )
+    ]
+
+
+def measure(options: argparse.Namespace) -> dict:
+    """All kinds of indexers in all arms."""
+    policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
+    model, tokenizer = load(options.model, trust_remote_code=True)
+    index_topk = indexers(model)[0].index_topk
+    policy.fit(index_topk)
+    ids, source = read_text(options, tokenizer, index_topk)
+    facts = {
+        "index_topk": index_topk,
+        "policy": str(policy),
+        **source,
+        **environment(),
+    }
+    sampling = {"temp": 0.8, "top_p": 0.95, "seed": 0}
+    writing = {"texts": options.texts, "generated": options.generate, **sampling}
+    never = sorted(tokenizer.eos_token_ids)
+    every_arm = arms(model, policy)
+    chosen = cases(options)
+
+    def read(arm: str) -> dict:
+        losses = functools.partial(token_losses, model, ids)
+        with every_arm[arm]():
+            if arm == "stock":
+                values, seen = probed(model, policy, losses)
+            else:
+                values, seen = losses(), {}
+        return {"perplexity": perplexity_past(values, index_topk), **seen}
+
+    def write(arm: str) -> dict:
+        prompt, length = ids[:index_topk], options.generate
+        with every_arm[arm]():
+            texts = generate(
+                model, prompt, length, options.texts, never=never, **sampling
+            )
+        with dense(model):
+            losses = text_losses(model, prompt, texts)
+        repeated = [repetition(text, length)[0].repeated[4] for text in texts]
+        return {"surprise": math.exp(losses.mean()), "repeats_4": mean(repeated)}
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        ways = 2 if options.generate else 1
+        task = progress.add_task("", total=ways * (1 + 2 * len(chosen)))
+
+        def part(case: zoo.Case | None, arm: str) -> dict:
+            """All figures of an arm; a ``None`` case is the model without indexers."""
+            figures = {}
+            for work, known in ((read, facts), (write, facts | writing))[:ways]:
+                title = f"{case or 'no indexer'}, {arm}, {work.__name__}"
+                progress.update(task, description=title)
+                known = {**known, "part": title, "weights": case and case.digest()}
+                name = re.sub(r"[^\w.]+", "-", f"{title} {source['text']}")
+
+                def compute(work=work) -> dict:
+                    if case:
+                        zoo.make(model, case)
+                    return work(arm)
+
+                figures |= finished(options.parts / f"{name}.json", known, compute)
+                progress.advance(task)
+            return figures
+
+        control = part(None, "dense")
+        rows = [{"indexers": "none", "sample": None, "arm": "dense", **control}]
+        for case in chosen:
+            stock, sinks = part(case, "stock"), part(case, "sinks")
+            sinks |= {"sinks_kept": 1.0, "mass": stock["mass_guaranteed"]}
+            named = {"indexers": case.kind, "sample": case.sample}
+            rows.append({**named, "arm": "stock", **stock})
+            rows.append({**named, "arm": "sinks", **sinks})
+    for row in rows:
+        row["times_dense"] = row["perplexity"] / control["perplexity"]
+    return {**facts, **(writing if options.generate else {}), "rows": rows}
+
+
+def show(result: dict, console: Console) -> None:
+    view = Table(
+        title=f"index_topk {result['index_topk']}, {result['tokens']} tokens of "
+        f"{result['text']}; sinks: {result['policy']}",
+        caption="Mean over seeds or trained files; below it the lowest and the highest",
+    )
+    for heading in ("indexers", "arm", *(heading for heading, _ in MEASURES.values())):
+        view.add_column(heading, justify="left" if heading == "indexers" else "right")
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["indexers"], row["arm"]), []).append(row)
+    for (kind, arm), rows in groups.items():
+        cells = [
+            spread([row[name] for row in rows if name in row], form)
+            for name, (_, form) in MEASURES.items()
+        ]
+        view.add_row(kind, arm, *cells, end_section=arm != "stock")
+    console.print(view)
+
+
+def spread(values: list[float], form: str) -> str:
+    """The mean and, of several, the lowest and the highest."""
+    if not values:
+        return ""
+    written = form.format(np.mean(values))
+    if len(values) == 1:
+        return written
+    return f"{written}\n{form.format(min(values))}-{form.format(max(values))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Perplexity of a text, block by block: stock, with the guarantee, dense.
+
+    python bench/perplexity.py --model MODEL --text FILE
+
+Teacher-forced, with the same weights and tokens in one process. Up to index_topk the
+arms are one and the same. A block is won by the arm, of stock and sinks, that predicts
+it better; the totals are of the tokens predicted from a column >= index_topk. With
+--probe stock's selections are looked at too, the mean over layers and positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import mlx_sinks
+from arguments import (
+    HelpFormatter,
+    add_output,
+    add_policy,
+    count,
+    environment,
+    put_out,
+    run,
+    sha256,
+    token_ids,
+)
+from arms import ARMS, arms, indexers, load
+from blas import restart_with_fast_blas
+from mlx_sinks.probing.report import by_layer, skill
+
+
+def main() -> int:
+    restart_with_fast_blas()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or hub id")
+    parser.add_argument("--text", type=Path, help="default: Python's own manual")
+    parser.add_argument(
+        "--tokens",
+        type=count,
+        help="how many to read; default: the whole file, or twice index_topk",
+    )
+    parser.add_argument("--block", type=count, default=256, help="tokens of a block")
+    parser.add_argument("--chunk", type=count, default=128, help="tokens of a step")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="as upstream's"
+    )
+    parser.add_argument("--probe", action="store_true", help="what stock selects, too")
+    add_policy(parser)
+    add_output(parser)
+    options = parser.parse_args()
+    return run("perplexity.py", lambda: put_out(measure(options), options, show))
+
+
+def measure(options: argparse.Namespace) -> dict:
+    """Run all arms and return their figures with what is needed to repeat them."""
+    policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
+    model, tokenizer = load(options.model, options.trust_remote_code)
+    ids, source = token_ids(tokenizer, options.text)
+    index_topk = indexers(model)[0].index_topk
+    policy.fit(index_topk)
+    tokens = options.tokens or (len(ids) if options.text else 2 * index_topk)
+    if len(ids) < tokens:
+        raise ValueError(f"{source['text']} has {len(ids)} tokens, not {tokens}")
+    if not index_topk + 1 < tokens:
+        raise ValueError(f"{tokens} tokens don't go past index_topk {index_topk}")
+    ids = ids[:tokens]
+    losses, seen = {}, {}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for arm, context in arms(model, policy).items():
+            task = progress.add_task(arm)
+            step = functools.partial(progress.advance, task)
+            read = functools.partial(token_losses, model, ids, options.chunk, step)
+            with context():
+                if arm == "stock" and options.probe:
+                    losses[arm], seen = probed(model, policy, read)
+                else:
+                    losses[arm] = read()
+    return {
+        "model": options.model,
+        "index_topk": index_topk,
+        "tokens": tokens,
+        "text": source["text"],
+        "sha256": sha256(ids),
+        "policy": str(policy),
+        **environment(),
+        **summary(losses, index_topk, options.block),
+        **seen,
+    }
+
+
+def token_losses(
+    model: nn.Module,
+    ids: list[int],
+    chunk: int = 128,
+    step: Callable[[float], object] = lambda percent: None,
+) -> np.ndarray:
+    """Negative log-likelihood in nats of each token after the first, shape (T - 1,).
+
+    One chunk's logits are held at a time. ``step`` is given percents of the work.
+    """
+    cache = make_prompt_cache(model)
+    inputs, targets = mx.array(ids[:-1])[None], mx.array(ids[1:])
+    losses = []
+    for start, stop in pairwise([*range(0, len(targets), chunk), len(targets)]):
+        logits = model(inputs[:, start:stop], cache=cache)[0].astype(mx.float32)
+        loss = nn.losses.cross_entropy(logits, targets[start:stop])
+        losses.append(np.array(loss))
+        mx.eval([c.state for c in cache])
+        step(100 * (stop - start) / len(targets))
+    return np.concatenate(losses)
+
+
+def probed(
+    model: nn.Module, policy: mlx_sinks.SinkPolicy, read: Callable[[], np.ndarray]
+) -> tuple[np.ndarray, dict]:
+    """What ``read`` returns, and what the selections it makes keep and cover."""
+    with mlx_sinks.probe(model, policy) as recording:
+        losses = read()
+    means = by_layer(recording)
+    names = ("sinks_kept", "recency_kept", "mass", "mass_guaranteed", "mass_best")
+    return losses, {
+        **{name: float(means[name].mean()) for name in names},
+        "skill": float(skill(means).mean()),
+        "skill_by_layer": skill(means).round(4).tolist(),
+        "mass_by_layer": means["mass"].round(4).tolist(),
+    }
+
+
+def perplexity_past(losses: np.ndarray, index_topk: int) -> float:
+    """Of the tokens that are predicted from a column >= ``index_topk``."""
+    return math.exp(losses[index_topk:].mean())
+
+
+def summary(losses: dict[str, np.ndarray], index_topk: int, block: int) -> dict:
+    """Perplexities of each block and past ``index_topk``, and who won how many."""
+    blocks = []
+    for start in range(0, len(losses["dense"]), block):
+        part = {arm: losses[arm][start : start + block] for arm in ARMS}
+        row = {arm: math.exp(part[arm].mean()) for arm in ARMS}
+        past = start + len(part["dense"]) > index_topk
+        differ = past and row["sinks"] != row["stock"]
+        better = min("sinks", "stock", key=row.get) if differ else None
+        blocks.append({"start": start, **row, "won_by": better})
+    total = {arm: perplexity_past(losses[arm], index_topk) for arm in ARMS}
+    return {
+        "predicted": len(losses["dense"]) - index_topk,
+        "perplexity": total,
+        "times_dense": {arm: total[arm] / total["dense"] for arm in ARMS},
+        "wins": {
+            arm: sum(row["won_by"] == arm for row in blocks)
+            for arm in ("stock", "sinks")
+        },
+        "blocks": blocks,
+    }
+
+
+def show(result: dict, console: Console) -> None:
+    view = Table(
+        title=f"Perplexity of {result['tokens']} tokens of {result['text']}",
+        caption=f"{result['predicted']} tokens past index_topk {result['index_topk']}; "
+        f"sinks: with {result['policy']}. SHA-256 of ids: {result['sha256'][:16]}…",
+    )
+    for heading in ("from", *ARMS, "won by"):
+        view.add_column(heading, justify="right")
+    for row in result["blocks"]:
+        cells = [f"{row[arm]:.2f}" for arm in ARMS]
+        view.add_row(str(row["start"]), *cells, row["won_by"] or "")
+    view.add_section()
+    total, ratio = result["perplexity"], result["times_dense"]
+    cells = [f"{total[arm]:.2f} ({ratio[arm]:.3f}x)" for arm in ARMS]
+    wins = "{sinks} sinks, {stock} stock".format(**result["wins"])
+    view.add_row("past", *cells, wins)
+    console.print(view)
+    if "mass" in result:
+        console.print(
+            "Stock's selections: {sinks_kept:.1%} of the sinks and {recency_kept:.1%} "
+            "of the recency window kept, {mass:.1%} of dense attention covered, "
+            "{mass_guaranteed:.1%} with the guarantee; skill {skill:.2f}.".format(
+                **result
+            ),
+            highlight=False,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""How many sinks and how much recency: perplexity over a grid of policies.
+
+    python bench/policy_sweep.py --model build/smollm2-dsa-256
+
+Each cell is the perplexity past index_topk over that of the dense model, the mean over
+the seeds of random weights, or the files of trained ones. One table for each kind of
+indexer, and one of the worst kind in each cell. Finished parts are kept under --parts:
+a run that was interrupted goes on there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from itertools import product
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import mlx_sinks
+import zoo
+from arguments import (
+    HelpFormatter,
+    add_output,
+    environment,
+    finished,
+    folder,
+    put_out,
+    run,
+)
+from arms import arms, indexers, load
+from blas import restart_with_fast_blas
+from failure_zoo import add_zoo, cases, read_text
+from perplexity import perplexity_past, token_losses
+
+KINDS = ("random", "RoPE flipped", "trained", "shared by four")
+
+
+def main() -> int:
+    restart_with_fast_blas()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, help="folder written by build.py")
+    add_zoo(parser, KINDS)
+    add(
+        "--sinks",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2, 4, 8],
+        help="default: 0 1 2 4 8",
+    )
+    add(
+        "--recency",
+        type=int,
+        nargs="+",
+        default=[0, 16, 64, 128, 256],
+        help="default: 0 16 64 128 256",
+    )
+    add("--parts", type=folder, default="build/sweep", help="folder of finished parts")
+    add_output(parser)
+    options = parser.parse_args()
+    stopped = "stopped; the same command goes on with the parts that are left"
+    return run(
+        "policy_sweep.py", lambda: put_out(measure(options), options, show), stopped
+    )
+
+
+def measure(options: argparse.Namespace) -> dict:
+    """Every policy with every case of the zoo."""
+    policies = [
+        mlx_sinks.SinkPolicy(sinks, recency)
+        for sinks, recency in product(options.sinks, options.recency)
+    ]
+    model, tokenizer = load(options.model, trust_remote_code=True)
+    index_topk = indexers(model)[0].index_topk
+    ids, source = read_text(options, tokenizer, index_topk)
+    facts = {"index_topk": index_topk, **source, **environment()}
+    with arms(model, policies[0])["dense"]():
+        dense = perplexity_past(token_losses(model, ids), index_topk)
+    rows = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        chosen = cases(options)
+        task = progress.add_task("", total=len(chosen) * len(policies))
+        for case in chosen:
+            zoo.make(model, case)
+            for policy in policies:
+                progress.update(task, description=f"{case}, {policy}")
+                title = f"{case} {policy.sinks} {policy.recency} {source['text']}"
+                name = re.sub(r"[^\w.]+", "-", title)
+
+                def compute(policy=policy) -> dict:
+                    with mlx_sinks.patched(policy):
+                        losses = token_losses(model, ids)
+                    return {"perplexity": perplexity_past(losses, index_topk)}
+
+                path = options.parts / f"{name}.json"
+                known = {**facts, "case": str(case), "weights": case.digest()}
+                result = finished(path, known, compute)
+                rows.append(
+                    {
+                        "indexers": case.kind,
+                        "sample": case.sample,
+                        "sinks": policy.sinks,
+                        "recency": policy.recency,
+                        "times_dense": result["perplexity"] / dense,
+                        **result,
+                    }
+                )
+                progress.advance(task)
+    return {**facts, "dense": dense, "rows": rows}
+
+
+def show(result: dict, console: Console) -> None:
+    rows = result["rows"]
+    kinds = list(dict.fromkeys(row["indexers"] for row in rows))
+    grids = {kind: grid(rows, kind) for kind in kinds}
+    if len(kinds) > 1:
+        worst = {
+            place: max(of_kind[place] for of_kind in grids.values())
+            for place in grids[kinds[0]]
+        }
+        grids["the worst of these"] = worst
+    for kind, cells in grids.items():
+        recencies = sorted({recency for _, recency in cells})
+        view = Table(title=f"{kind}: perplexity over dense ({result['dense']:.2f})")
+        view.add_column("sinks", justify="right")
+        for recency in recencies:
+            view.add_column(f"recency {recency}", justify="right")
+        for sinks in sorted({sinks for sinks, _ in cells}):
+            values = [f"{cells[sinks, recency]:.3f}" for recency in recencies]
+            view.add_row(str(sinks), *values)
+        console.print(view)
+
+
+def grid(rows: list[dict], kind: str) -> dict[tuple[int, int], float]:
+    """The mean over samples for each (sinks, recency)."""
+    cells: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        if row["indexers"] == kind:
+            place = row["sinks"], row["recency"]
+            cells.setdefault(place, []).append(row["times_dense"])
+    return {place: float(np.mean(values)) for place, values in cells.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

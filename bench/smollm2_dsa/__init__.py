@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct with DeepSeek Sparse Attention: a small real model."""

@@ -1,0 +1,133 @@
+"""Ways in which an indexer is healthy or sick, on SmolLM2-DSA."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from smollm2_dsa.build import random_indexers, trained_indexers
+
+SHARED_BY = 4  # layers
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of indexers.
+
+    Parameters
+    ----------
+    kind : str
+        One of ``KINDS``.
+    seed : int
+        Of random weights.
+    trained : Path, optional
+        A file of train_indexer.py, for all kinds but ``random``.
+    """
+
+    kind: str
+    seed: int = 0
+    trained: Path | None = None
+
+    @property
+    def sample(self) -> str:
+        return f"seed {self.seed}" if self.trained is None else self.trained.stem
+
+    def __str__(self):
+        return f"{self.kind}, {self.sample}"
+
+    def digest(self) -> str | None:
+        """Of the trained weights, where there are any."""
+        if self.trained is None:
+            return None
+        return hashlib.sha256(self.trained.read_bytes()).hexdigest()
+
+
+def make(model: nn.Module, case: Case) -> None:
+    """Give every layer of the model a new indexer."""
+    for layer in model.layers:
+        layer.self_attn.indexer = model.args.indexer()
+    KINDS[case.kind](model, case)
+    mx.eval(model.parameters())
+
+
+def _random(model: nn.Module, case: Case) -> None:
+    _fill(model, random_indexers(vars(model.args), case.seed))
+
+
+def _trained(model: nn.Module, case: Case) -> None:
+    _fill(model, trained_indexers(case.trained))
+
+
+def _flipped(model: nn.Module, case: Case) -> None:
+    _trained(model, case)
+    for layer in model.layers:
+        rope = layer.self_attn.indexer.rope
+        rope.traditional = not rope.traditional
+
+
+def _quantised(model: nn.Module, case: Case) -> None:
+    _trained(model, case)
+    for layer in model.layers:
+        nn.quantize(layer.self_attn.indexer, group_size=64, bits=4)
+
+
+def _shared(model: nn.Module, case: Case) -> None:
+    _trained(model, case)
+    for number, layer in enumerate(model.layers):
+        if number % SHARED_BY == 0:
+            leader = layer.self_attn.indexer = Leader(layer.self_attn.indexer)
+        else:
+            layer.self_attn.indexer = Follower(leader)
+
+
+KINDS: dict[str, Callable[[nn.Module, Case], None]] = {
+    "random": _random,
+    "trained": _trained,
+    "RoPE flipped": _flipped,
+    "4-bit": _quantised,
+    "shared by four": _shared,
+}
+
+
+class Leader(nn.Module):
+    """An indexer whose selection other layers reuse, as in GLM-5.2."""
+
+    def __init__(self, indexer: nn.Module):
+        super().__init__()
+        self.own = indexer
+        self._columns: list[mx.array | None] = [None]
+
+    @property
+    def index_topk(self) -> int:
+        return self.own.index_topk
+
+    def __call__(self, x, qr, mask, cache=None):
+        self._columns[0] = self.own(x, qr, mask, cache=cache)
+        return self._columns[0]
+
+
+class Follower(nn.Module):
+    """A layer without an indexer of its own: it takes the last leader's selection."""
+
+    def __init__(self, leader: Leader):
+        super().__init__()
+        self._leader = leader
+
+    @property
+    def index_topk(self) -> int:
+        return self._leader.index_topk
+
+    def __call__(self, x, qr, mask, cache=None):
+        if cache is not None:
+            nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1))
+            cache.update_and_fetch(nothing, nothing)
+        return self._leader._columns[0]
+
+
+def _fill(model: nn.Module, weights: dict[str, mx.array]) -> None:
+    model.load_weights(list(weights.items()), strict=False)
