@@ -8,6 +8,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -121,13 +122,23 @@ def finished(
 ) -> dict:
     """The result of an earlier run with the same facts, or a new one that is kept."""
     if path is not None and path.exists():
-        kept = json.loads(path.read_text())
-        if kept["facts"] == facts:
-            return kept["result"]
+        # Whatever else lies there under that name is replaced.
+        with suppress(ValueError, TypeError, KeyError):
+            kept = json.loads(path.read_text())
+            if kept["facts"] == facts:
+                return kept["result"]
     result = compute()
     if path is not None:
         write_json(path, {"facts": facts, "result": result})
     return result
+
+
+def weight_files(model: str) -> list:
+    """What tells whether a folder's weights are still those of an earlier run."""
+    return [
+        [file.name, file.stat().st_size, file.stat().st_mtime_ns]
+        for file in sorted(Path(model).glob("*.safetensors"))
+    ]
 
 
 def token_ids(tokenizer: Any, text: Path | None) -> tuple[list[int], dict[str, str]]:

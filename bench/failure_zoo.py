@@ -46,13 +46,14 @@ from arguments import (
     run,
     seed,
     token_ids,
+    weight_files,
 )
 from arms import arms, dense, indexers, load
 from blas import restart_with_fast_blas
 from generation import generate, text_losses
 from mlx_sinks.probing.repetition import repetition
 from perplexity import perplexity_past, probed, token_losses
-from smollm2_dsa.build import TRAINED
+from smollm2_dsa.build import INDEXER_WEIGHTS, TRAINED
 
 KINDS = ("random", "trained", "RoPE flipped", "4-bit", "shared by four")
 MEASURES = {
@@ -73,7 +74,7 @@ def main() -> int:
     add("--model", required=True, help="folder written by build.py")
     add_zoo(parser, KINDS)
     add("--texts", type=count, default=8, help="to generate in each arm")
-    add("--generate", type=int, default=200, help="tokens of each text; 0: no texts")
+    add("--generate", type=int, default=128, help="tokens of each text; 0: no texts")
     add("--parts", type=folder, default="build/zoo", help="folder of finished parts")
     add_policy(parser)
     add_output(parser)
@@ -122,6 +123,12 @@ def read_text(
     return ids[: options.tokens], source | {"tokens": options.tokens}
 
 
+def base_weights(model: str) -> list:
+    """The files of all but the indexers, which every case brings along."""
+    files = weight_files(model)
+    return [file for file in files if file[0] != INDEXER_WEIGHTS]
+
+
 def cases(options: argparse.Namespace) -> list[zoo.Case]:
     """A case for each seed where weights are random, else for each trained file."""
     seeds, files = dict.fromkeys(options.seeds), dict.fromkeys(options.trained)
@@ -145,6 +152,7 @@ def measure(options: argparse.Namespace) -> dict:
     ids, source = read_text(options, tokenizer, index_topk)
     facts = {
         "index_topk": index_topk,
+        "base": base_weights(options.model),
         "policy": str(policy),
         **source,
         **environment(),

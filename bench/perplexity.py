@@ -17,12 +17,14 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -57,6 +59,12 @@ def main() -> int:
     parser.add_argument("--chunk", type=count, default=128, help="tokens of a step")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="as upstream's"
+    )
+    parser.add_argument(
+        "--worst",
+        type=int,
+        default=0,
+        help="tokens to name on which stock loses most against dense",
     )
     parser.add_argument("--probe", action="store_true", help="what stock selects, too")
     add_policy(parser)
@@ -98,6 +106,7 @@ def measure(options: argparse.Namespace) -> dict:
         "policy": str(policy),
         **environment(),
         **summary(losses, index_topk, options.block),
+        "worst": worst(losses, ids, tokenizer, options.worst),
         **seen,
     }
 
@@ -168,6 +177,23 @@ def summary(losses: dict[str, np.ndarray], index_topk: int, block: int) -> dict:
     }
 
 
+def worst(
+    losses: dict[str, np.ndarray], ids: list[int], tokenizer: Any, tokens: int
+) -> list[dict]:
+    """The tokens on which stock loses most against dense, in nats."""
+    lost = losses["stock"] - losses["dense"]
+    return [
+        {
+            "position": int(place) + 1,
+            "after": tokenizer.decode(ids[max(0, place - 7) : place + 1]),
+            "token": tokenizer.decode([ids[place + 1]]),
+            **{arm: float(losses[arm][place]) for arm in ARMS},
+            "share_of_loss": float(lost[place] / lost.sum()),
+        }
+        for place in np.argsort(-lost)[:tokens]
+    ]
+
+
 def show(result: dict, console: Console) -> None:
     view = Table(
         title=f"Perplexity of {result['tokens']} tokens of {result['text']}",
@@ -185,6 +211,17 @@ def show(result: dict, console: Console) -> None:
     wins = "{sinks} sinks, {stock} stock".format(**result["wins"])
     view.add_row("past", *cells, wins)
     console.print(view)
+    if result["worst"]:
+        view = Table(title="Where stock loses most against dense, in nats")
+        for heading in ("position", "after", "token", *ARMS, "of the loss"):
+            view.add_column(heading, justify="right")
+        for row in result["worst"]:
+            words = [repr(row[name])[1:-1] for name in ("after", "token")]
+            nats = [f"{row[arm]:.2f}" for arm in ARMS]
+            share = f"{row['share_of_loss']:.0%}"
+            cells = [str(row["position"]), *words, *nats, share]
+            view.add_row(*map(escape, cells))
+        console.print(view)
     if "mass" in result:
         console.print(
             "Stock's selections: {sinks_kept:.1%} of the sinks and {recency_kept:.1%} "

@@ -33,7 +33,7 @@ from arguments import (
 )
 from arms import arms, indexers, load
 from blas import restart_with_fast_blas
-from failure_zoo import add_zoo, cases, read_text
+from failure_zoo import add_zoo, base_weights, cases, read_text
 from perplexity import perplexity_past, token_losses
 
 KINDS = ("random", "RoPE flipped", "trained", "shared by four")
@@ -77,7 +77,12 @@ def measure(options: argparse.Namespace) -> dict:
     model, tokenizer = load(options.model, trust_remote_code=True)
     index_topk = indexers(model)[0].index_topk
     ids, source = read_text(options, tokenizer, index_topk)
-    facts = {"index_topk": index_topk, **source, **environment()}
+    facts = {
+        "index_topk": index_topk,
+        "base": base_weights(options.model),
+        **source,
+        **environment(),
+    }
     with arms(model, policies[0])["dense"]():
         dense = perplexity_past(token_losses(model, ids), index_topk)
     rows = []

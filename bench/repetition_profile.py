@@ -24,8 +24,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
@@ -43,6 +41,7 @@ from arguments import (
     run,
     seed,
     sha256,
+    weight_files,
 )
 from arms import ARMS, arms, dense, indexers, load
 from blas import restart_with_fast_blas
@@ -96,7 +95,7 @@ def profile(options: argparse.Namespace) -> None:
         raise ValueError(f"{total} tokens don't go past index_topk {index_topk}")
     facts = {
         "model": options.model,
-        "weights": fingerprint(model),
+        "weights": weight_files(options.model),
         "index_topk": index_topk,
         "total_tokens": total,
         "prompt_tokens": len(prompt),
@@ -137,12 +136,6 @@ def profile(options: argparse.Namespace) -> None:
         draw(result, options.out / "profile.png")
         options.out /= "profile.json"
     put_out(result, options, show)
-
-
-def fingerprint(model: nn.Module) -> float:
-    """A number that other indexer weights hardly have; parts are kept by it."""
-    parts = [part.wk.weight.astype(mx.float32) for part in indexers(model)]
-    return round(sum(mx.abs(part).sum().item() for part in parts), 3)
 
 
 def measures(texts: list[list[int]], losses: np.ndarray, block: int) -> list[dict]:

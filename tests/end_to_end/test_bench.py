@@ -51,7 +51,8 @@ def losses_at_once(model, ids):
 
 def test_perplexity(folder, text, tmp_path):
     out = tmp_path / "result.json"
-    options = ["--tokens", TOKENS, "--block", 30, "--chunk", 7, "--out", out]
+    options = ["--tokens", TOKENS, "--block", 30, "--chunk", 7, "--worst", 3]
+    options += ["--out", out]
     outcome = bench("perplexity.py", "--model", folder, "--text", text, *options)
     assert outcome.status == 0, outcome.stderr
     assert "won by" in outcome.stdout
@@ -79,6 +80,13 @@ def test_perplexity(folder, text, tmp_path):
     assert [wins.count(arm) for arm in ("stock", "sinks")] == [*result["wins"].values()]
     for block in result["blocks"]:
         assert block["won_by"] == min(("sinks", "stock"), key=block.get)
+    lost = losses["stock"] - losses["dense"]
+    named = [token["position"] for token in result["worst"]]
+    assert named == [*(np.argsort(-lost)[:3] + 1)]
+    assert result["worst"][0]["token"] == TEXT[named[0]]
+    assert result["worst"][0]["share_of_loss"] == pytest.approx(
+        lost.max() / lost.sum(), rel=1e-2
+    )
     written = " ".join(map(str, ids))
     assert result["sha256"] == hashlib.sha256(written.encode()).hexdigest()
     assert (result["tokens"], result["predicted"]) == (TOKENS, TOKENS - 1 - past)
