@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from huggingface_hub import snapshot_download
 from rich.console import Console
 
 import mlx_sinks
@@ -45,6 +48,17 @@ def count(text: str) -> int:
     if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
         return int(text)
     raise argparse.ArgumentTypeError(f"a whole number >= 1, not {text}")
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise argparse.ArgumentTypeError(f"a number above 0, not {text}")
+    return number
 
 
 def new_file(text: str) -> Path:
@@ -87,7 +101,7 @@ def put_out(
 ) -> None:
     """Print the result as asked, and write it where asked."""
     if options.json:
-        print(json.dumps(result, indent=2))
+        print(as_json(result))
     else:
         console = Console()
         if not console.is_terminal:
@@ -98,10 +112,26 @@ def put_out(
 
 
 def write_json(path: Path, result: Any) -> None:
-    """The whole file or none of it."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(json.dumps(result, indent=2) + "\n")
-    unfinished.replace(path)
+    """The whole file or none of it, also where two runs write the same one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.write_text(as_json(result) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def as_json(result: Any) -> str:
+    """JSON proper, which has no NaN and no infinity: they are ``null``."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(part) for part in value]
+        return None if isinstance(value, float) and not isfinite(value) else value
+
+    return json.dumps(plain(result), indent=2, allow_nan=False)
 
 
 def run(script: str, work: Callable[[], None], stopped: str = "stopped") -> int:
@@ -133,12 +163,21 @@ def finished(
     return result
 
 
-def weight_files(model: str) -> list:
-    """What tells whether a folder's weights are still those of an earlier run."""
-    return [
-        [file.name, file.stat().st_size, file.stat().st_mtime_ns]
-        for file in sorted(Path(model).glob("*.safetensors"))
-    ]
+def model_files(model: str) -> dict[str, Any]:
+    """What tells whether a loaded model is still that of an earlier run.
+
+    Its own small files by their content, weights by size and date.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        path = Path(snapshot_download(model, local_files_only=True))
+    facts: dict[str, Any] = {}
+    for file in sorted(path.iterdir()):
+        if file.suffix == ".safetensors":
+            facts[file.name] = [file.stat().st_size, file.stat().st_mtime_ns]
+        elif file.suffix in (".json", ".py", ".jinja"):
+            facts[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return facts
 
 
 def token_ids(tokenizer: Any, text: Path | None) -> tuple[list[int], dict[str, str]]:

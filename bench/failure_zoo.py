@@ -9,9 +9,10 @@ weights, or over the files of trained ones (train_indexer.py writes more):
   x dense       its ratio to the same without indexers
   surprise      perplexity, to the dense model, of texts generated past index_topk
   repeats 4     share of those texts inside a repeated 4-gram
-  sinks kept    share of the policy's sinks in the arm's selections
+  sinks kept    share of the policy's sinks in the arm's selections (all of them with
+                the guarantee: that is what it guarantees)
   mass          share of dense attention on the arm's selected columns
-  skill         of stock's choice: 0 a blind one, 1 the best possible
+  skill         of the choice by scores alone: 0 a blind one, 1 the best possible
 
 Finished parts are kept under --parts: a run that was interrupted goes on there.
 """
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -42,13 +44,13 @@ from arguments import (
     environment,
     finished,
     folder,
+    model_files,
     put_out,
     run,
     seed,
     token_ids,
-    weight_files,
 )
-from arms import arms, dense, indexers, load
+from arms import arms, dense, indexers
 from blas import restart_with_fast_blas
 from generation import generate, text_losses
 from mlx_sinks.probing.repetition import repetition
@@ -123,10 +125,10 @@ def read_text(
     return ids[: options.tokens], source | {"tokens": options.tokens}
 
 
-def base_weights(model: str) -> list:
-    """The files of all but the indexers, which every case brings along."""
-    files = weight_files(model)
-    return [file for file in files if file[0] != INDEXER_WEIGHTS]
+def base_files(model: str) -> dict:
+    """All of the model's but its indexers, which every case brings along."""
+    files = model_files(model)
+    return {name: fact for name, fact in files.items() if name != INDEXER_WEIGHTS}
 
 
 def cases(options: argparse.Namespace) -> list[zoo.Case]:
@@ -146,13 +148,15 @@ def cases(options: argparse.Namespace) -> list[zoo.Case]:
 def measure(options: argparse.Namespace) -> dict:
     """All kinds of indexers in all arms."""
     policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
-    model, tokenizer = load(options.model, trust_remote_code=True)
+    model, tokenizer = zoo.load_model(options.model)
     index_topk = indexers(model)[0].index_topk
     policy.fit(index_topk)
+    if options.generate < 0:
+        raise ValueError(f"--generate {options.generate}: 0, or tokens to generate")
     ids, source = read_text(options, tokenizer, index_topk)
     facts = {
         "index_topk": index_topk,
-        "base": base_weights(options.model),
+        "base": base_files(options.model),
         "policy": str(policy),
         **source,
         **environment(),
@@ -166,10 +170,12 @@ def measure(options: argparse.Namespace) -> dict:
     def read(arm: str) -> dict:
         losses = functools.partial(token_losses, model, ids)
         with every_arm[arm]():
-            if arm == "stock":
-                values, seen = probed(model, policy, losses)
-            else:
+            if arm == "dense":
                 values, seen = losses(), {}
+            else:
+                values, seen = probed(model, policy, losses)
+        if arm == "sinks":
+            seen |= {"mass": seen["mass_guaranteed"], "sinks_kept": 1.0}
         return {"perplexity": perplexity_past(values, index_topk), **seen}
 
     def write(arm: str) -> dict:
@@ -208,11 +214,9 @@ def measure(options: argparse.Namespace) -> dict:
         control = part(None, "dense")
         rows = [{"indexers": "none", "sample": None, "arm": "dense", **control}]
         for case in chosen:
-            stock, sinks = part(case, "stock"), part(case, "sinks")
-            sinks |= {"sinks_kept": 1.0, "mass": stock["mass_guaranteed"]}
-            named = {"indexers": case.kind, "sample": case.sample}
-            rows.append({**named, "arm": "stock", **stock})
-            rows.append({**named, "arm": "sinks", **sinks})
+            for arm in ("stock", "sinks"):
+                named = {"indexers": case.kind, "sample": case.sample, "arm": arm}
+                rows.append({**named, **part(case, arm)})
     for row in rows:
         row["times_dense"] = row["perplexity"] / control["perplexity"]
     return {**facts, **(writing if options.generate else {}), "rows": rows}
@@ -221,7 +225,7 @@ def measure(options: argparse.Namespace) -> dict:
 def show(result: dict, console: Console) -> None:
     view = Table(
         title=f"index_topk {result['index_topk']}, {result['tokens']} tokens of "
-        f"{result['text']}; sinks: {result['policy']}",
+        f"{escape(result['text'])}; sinks: {result['policy']}",
         caption="Mean over seeds or trained files; below it the lowest and the highest",
     )
     for heading in ("indexers", "arm", *(heading for heading, _ in MEASURES.values())):

@@ -62,8 +62,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--worst",
-        type=int,
-        default=0,
+        type=count,
         help="tokens to name on which stock loses most against dense",
     )
     parser.add_argument("--probe", action="store_true", help="what stock selects, too")
@@ -106,7 +105,7 @@ def measure(options: argparse.Namespace) -> dict:
         "policy": str(policy),
         **environment(),
         **summary(losses, index_topk, options.block),
-        "worst": worst(losses, ids, tokenizer, options.worst),
+        "worst": worst(losses, ids, tokenizer, options.worst or 0),
         **seen,
     }
 
@@ -139,6 +138,8 @@ def probed(
     """What ``read`` returns, and what the selections it makes keep and cover."""
     with mlx_sinks.probe(model, policy) as recording:
         losses = read()
+    if not recording.queries:
+        raise ValueError("no query was looked at: read more --tokens")
     means = by_layer(recording)
     names = ("sinks_kept", "recency_kept", "mass", "mass_guaranteed", "mass_best")
     return losses, {
@@ -161,8 +162,11 @@ def summary(losses: dict[str, np.ndarray], index_topk: int, block: int) -> dict:
         part = {arm: losses[arm][start : start + block] for arm in ARMS}
         row = {arm: math.exp(part[arm].mean()) for arm in ARMS}
         past = start + len(part["dense"]) > index_topk
-        differ = past and row["sinks"] != row["stock"]
-        better = min("sinks", "stock", key=row.get) if differ else None
+        better = None  # where they are equal, or no number
+        if past and row["sinks"] < row["stock"]:
+            better = "sinks"
+        elif past and row["stock"] < row["sinks"]:
+            better = "stock"
         blocks.append({"start": start, **row, "won_by": better})
     total = {arm: perplexity_past(losses[arm], index_topk) for arm in ARMS}
     return {
@@ -188,7 +192,9 @@ def worst(
             "after": tokenizer.decode(ids[max(0, place - 7) : place + 1]),
             "token": tokenizer.decode([ids[place + 1]]),
             **{arm: float(losses[arm][place]) for arm in ARMS},
-            "share_of_loss": float(lost[place] / lost.sum()),
+            "share_of_loss": float(lost[place] / lost.sum())
+            if lost.sum() > 0
+            else None,
         }
         for place in np.argsort(-lost)[:tokens]
     ]
@@ -196,7 +202,7 @@ def worst(
 
 def show(result: dict, console: Console) -> None:
     view = Table(
-        title=f"Perplexity of {result['tokens']} tokens of {result['text']}",
+        title=f"Perplexity of {result['tokens']} tokens of {escape(result['text'])}",
         caption=f"{result['predicted']} tokens past index_topk {result['index_topk']}; "
         f"sinks: with {result['policy']}. SHA-256 of ids: {result['sha256'][:16]}…",
     )
@@ -218,8 +224,9 @@ def show(result: dict, console: Console) -> None:
         for row in result["worst"]:
             words = [repr(row[name])[1:-1] for name in ("after", "token")]
             nats = [f"{row[arm]:.2f}" for arm in ARMS]
-            share = f"{row['share_of_loss']:.0%}"
-            cells = [str(row["position"]), *words, *nats, share]
+            share = row["share_of_loss"]
+            of_loss = "" if share is None else f"{share:.0%}"
+            cells = [str(row["position"]), *words, *nats, of_loss]
             view.add_row(*map(escape, cells))
         console.print(view)
     if "mass" in result:

@@ -31,9 +31,9 @@ from arguments import (
     put_out,
     run,
 )
-from arms import arms, indexers, load
+from arms import arms, indexers
 from blas import restart_with_fast_blas
-from failure_zoo import add_zoo, base_weights, cases, read_text
+from failure_zoo import add_zoo, base_files, cases, read_text
 from perplexity import perplexity_past, token_losses
 
 KINDS = ("random", "RoPE flipped", "trained", "shared by four")
@@ -74,12 +74,14 @@ def measure(options: argparse.Namespace) -> dict:
         mlx_sinks.SinkPolicy(sinks, recency)
         for sinks, recency in product(options.sinks, options.recency)
     ]
-    model, tokenizer = load(options.model, trust_remote_code=True)
+    model, tokenizer = zoo.load_model(options.model)
     index_topk = indexers(model)[0].index_topk
+    for policy in policies:
+        policy.fit(index_topk)
     ids, source = read_text(options, tokenizer, index_topk)
     facts = {
         "index_topk": index_topk,
-        "base": base_weights(options.model),
+        "base": base_files(options.model),
         **source,
         **environment(),
     }

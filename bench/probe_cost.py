@@ -46,6 +46,8 @@ def measure(options: argparse.Namespace) -> dict:
         scores = mx.random.normal((1, 1, 1, columns), key=mx.random.key(0))
         ways = {"hook": selection.select_columns, "none": without_hook()}
         times: dict[str, list[float]] = {name: [] for name in ways}
+        for select in ways.values():
+            timed(select, scores, options.calls)  # to warm up
         for _ in range(options.rounds):
             for name, select in ways.items():
                 times[name].append(timed(select, scores, options.calls))

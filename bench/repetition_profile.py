@@ -37,11 +37,12 @@ from arguments import (
     environment,
     finished,
     folder,
+    model_files,
+    positive,
     put_out,
     run,
     seed,
     sha256,
-    weight_files,
 )
 from arms import ARMS, arms, dense, indexers, load
 from blas import restart_with_fast_blas
@@ -65,12 +66,16 @@ def main() -> int:
     add("--model", required=True, help="folder or hub id")
     add("--prompt", default=PROMPT, help="what to ask")
     add("--tokens", type=count, default=3200, help="of each text, its prompt included")
-    add("--past", type=float, help="instead of --tokens: times the model's index_topk")
+    add(
+        "--past",
+        type=positive,
+        help="instead of --tokens: times the model's index_topk",
+    )
     add("--block", type=count, default=250, help="tokens of a block")
     add("--seeds", type=count, default=3, help="sampled texts of an arm")
     add("--seed", type=seed, default=0, help="of the sampling")
-    add("--temp", type=float, default=0.8, help="of the sampled texts")
-    add("--top-p", type=float, default=0.95, help="of the sampled texts")
+    add("--temp", type=positive, default=0.8, help="of the sampled texts")
+    add("--top-p", type=positive, default=0.95, help="of the sampled texts")
     add("--trust-remote-code", action="store_true", help="as upstream's")
     add_policy(parser)
     add("--json", action="store_true", help="print JSON, no table")
@@ -90,12 +95,17 @@ def profile(options: argparse.Namespace) -> None:
     if tokenizer.chat_template is not None:
         message = {"role": "user", "content": options.prompt}
         prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+    if not prompt:
+        raise ValueError("the prompt is empty")
     total = int(options.past * index_topk) if options.past else options.tokens
     if total <= max(index_topk, len(prompt)):
-        raise ValueError(f"{total} tokens don't go past index_topk {index_topk}")
+        raise ValueError(
+            f"{total} tokens don't go past index_topk {index_topk} and the prompt's "
+            f"{len(prompt)}"
+        )
     facts = {
         "model": options.model,
-        "weights": weight_files(options.model),
+        "files": model_files(options.model),
         "index_topk": index_topk,
         "total_tokens": total,
         "prompt_tokens": len(prompt),
@@ -132,10 +142,11 @@ def profile(options: argparse.Namespace) -> None:
                 profiles[way]["arms"][arm] = finished(path, known, part)
                 progress.update(task, completed=total - len(prompt))
     result = {**facts, "profiles": profiles}
-    if options.out:
-        draw(result, options.out / "profile.png")
-        options.out /= "profile.json"
+    picture = options.out and options.out / "profile.png"
+    options.out = options.out and options.out / "profile.json"
     put_out(result, options, show)
+    if picture:
+        draw(result, picture)
 
 
 def measures(texts: list[list[int]], losses: np.ndarray, block: int) -> list[dict]:
@@ -204,7 +215,8 @@ def draw(result: dict, path: Path) -> None:
         )
         return
     figure = Figure(figsize=(11, 7), layout="constrained")
-    figure.suptitle(f"{result['model']}, sinks: {result['policy']}")
+    title = f"{result['model']}, sinks: {result['policy']}"
+    figure.suptitle(title, parse_math=False)
     grid = figure.subplots(2, 2, sharex=True, squeeze=False)
     for column, (way, profiled) in enumerate(result["profiles"].items()):
         for axes, name in zip(grid[:, column], ("repeats_4", "surprise")):
@@ -226,6 +238,8 @@ def draw(result: dict, path: Path) -> None:
         grid[0, column].set_title(way)
         grid[0, column].set_ylim(0, 1)
         grid[1, column].set_yscale("log")
+        grid[1, column].yaxis.set_major_formatter("{x:.0f}")
+        grid[1, column].yaxis.set_minor_formatter("{x:.1f}")
         grid[1, column].set_xlabel("total tokens; dotted: index_topk")
     grid[0, 0].legend()
     figure.savefig(path, dpi=120)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from smollm2_dsa.build import random_indexers, trained_indexers
+from arms import load
+from smollm2_dsa.build import check_indexers, random_indexers, trained_indexers
 
 SHARED_BY = 4  # layers
 
@@ -45,6 +47,14 @@ class Case:
         if self.trained is None:
             return None
         return hashlib.sha256(self.trained.read_bytes()).hexdigest()
+
+
+def load_model(folder: str) -> tuple[nn.Module, TokenizerWrapper]:
+    """A model whose indexers can be exchanged."""
+    model, tokenizer = load(folder, trust_remote_code=True)
+    if not hasattr(model.args, "indexer"):
+        raise ValueError(f"{folder} is no folder that smollm2_dsa/build.py wrote")
+    return model, tokenizer
 
 
 def make(model: nn.Module, case: Case) -> None:
@@ -116,18 +126,20 @@ class Follower(nn.Module):
 
     def __init__(self, leader: Leader):
         super().__init__()
-        self._leader = leader
+        # Not as a part of this one: it would count as an indexer of this layer.
+        self.leader = lambda: leader
 
     @property
     def index_topk(self) -> int:
-        return self._leader.index_topk
+        return self.leader().index_topk
 
     def __call__(self, x, qr, mask, cache=None):
         if cache is not None:
             nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1))
             cache.update_and_fetch(nothing, nothing)
-        return self._leader._columns[0]
+        return self.leader()._columns[0]
 
 
 def _fill(model: nn.Module, weights: dict[str, mx.array]) -> None:
+    check_indexers(weights, random_indexers(vars(model.args), 0))
     model.load_weights(list(weights.items()), strict=False)

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--worst", type=_count, default=5, help=f"layers in the table {default}")
     _add_policy(probe, "")
     add("--json", action="store_true", help="print JSON, no table")
-    add("--out", type=Path, help="folder for probe.json and probe.png")
+    add("--out", type=_folder, help="folder for probe.json and probe.png")
     add("--trust-remote-code", action="store_true", help="run the folder's own code")
     probe.set_defaults(function=_probe)
     options = parser.parse_args(arguments)
@@ -89,6 +89,16 @@ def _count(text: str) -> int:
     except PolicyError:
         pass
     raise argparse.ArgumentTypeError(f"a whole number >= 1, not {text}")
+
+
+def _folder(text: str) -> Path:
+    """A folder that is there, or was made: known before the work, not after it."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    return path
 
 
 def _asked(options: argparse.Namespace) -> dict[str, int]:
@@ -120,6 +130,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _probe(options: argparse.Namespace) -> int:
     policy = SinkPolicy(**_asked(options))
+    if options.queries > options.block:
+        return _fail(f"--queries {options.queries} exceeds --block {options.block}")
     try:
         from .probing.command import run  # mlx and mlx-lm: seconds
 

@@ -169,7 +169,22 @@ def indexer_weights(
         raise ValueError(f"--random-layers: no layer {', '.join(map(str, unknown))}")
     random = tuple(f"model.layers.{number}." for number in random_layers)
     kept = {name: weights[name] for name in weights if name.startswith(random)}
-    return trained_indexers(trained) | kept
+    found = trained_indexers(trained)
+    check_indexers(found, weights)
+    return found | kept
+
+
+def check_indexers(found: dict[str, mx.array], needed: dict[str, mx.array]) -> None:
+    """Refuse weights that aren't those of every indexer, and of nothing else."""
+    shapes = [
+        {name: weight.shape for name, weight in weights.items()}
+        for weights in (found, needed)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"{len(found)} tensors that aren't the {len(needed)} of this model's "
+            "indexers: a file of train_indexer.py for another model, or of another kind"
+        )
 
 
 def trained_indexers(file: Path) -> dict[str, mx.array]:

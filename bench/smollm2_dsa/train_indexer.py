@@ -7,8 +7,8 @@ The warm-up of DeepSeek-V3.2's report: an indexer's scores, after a softmax, are
 match its layer's dense attention, summed over the heads and normalised; the loss is
 their Kullback-Leibler divergence in nats. Several seeds of the first weights learn side
 by side from one pass of the model. An interrupted run goes on where it was when it is
-started again. Beside each seed's weights (float16) lies a .json with the loss curve and
-with all that is needed to repeat the run.
+started again. Beside each seed's weights (float16) lies a .json with the loss curve,
+the options, the text and the versions.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from arguments import (
     count,
     environment,
     folder,
+    model_files,
+    positive,
     run,
     seed,
     token_ids,
     write_json,
 )
-from arms import load
 from blas import restart_with_fast_blas
 from mlx_sinks.selection import listening
 from smollm2_dsa.build import random_indexers
+from zoo import load_model
 
 SAVE_EVERY = 20  # steps
 
@@ -56,7 +58,7 @@ def main() -> int:
     add("--text", type=Path, help="plain text, or .gz; default: Python's own manual")
     add("--steps", type=count, default=150, help="of AdamW")
     add("--length", type=count, default=1024, help="tokens of a step")
-    add("--rate", type=float, default=2e-3, help="first learning rate; falls to 0")
+    add("--rate", type=positive, default=2e-3, help="first learning rate; falls to 0")
     add("--seeds", type=seed, nargs="+", default=[0], help="of the first weights")
     options = parser.parse_args()
     stopped = f"stopped; the same command goes on from the last {SAVE_EVERY} steps"
@@ -65,12 +67,15 @@ def main() -> int:
 
 def train(options: argparse.Namespace) -> None:
     """Train, saving the state now and then, and write the weights and the record."""
-    model, tokenizer = load(options.model, trust_remote_code=True)
+    if options.length < 2:
+        raise ValueError(f"--length {options.length}: from one token nothing is learnt")
+    model, tokenizer = load_model(options.model)
     ids, source = token_ids(tokenizer, options.text)
     if len(ids) <= options.length:
         raise ValueError(f"the text has {len(ids)} tokens: too few for --length")
     names = ("steps", "length", "rate", "seeds")
     facts = {**{name: getattr(options, name) for name in names}, **source}
+    known = {**facts, "files": model_files(options.model)}
     students = [Student(model, seed) for seed in options.seeds]
     rate = optim.cosine_decay(options.rate, options.steps)
     optimizers = [optim.AdamW(rate) for _ in students]
@@ -81,7 +86,7 @@ def train(options: argparse.Namespace) -> None:
 
     partial = options.out / "partial.safetensors"
     losses: list[list[float]] = []
-    if (saved := _load_state(partial, facts)) is not None:
+    if (saved := _load_state(partial, known)) is not None:
         state, losses = saved
         for student, weights in zip(students, state["students"]):
             student.update(weights)
@@ -107,7 +112,7 @@ def train(options: argparse.Namespace) -> None:
             losses.append(loss.tolist())
             bar.update(task, advance=1, loss=f"KL {losses[-1][0]:.3f}")
             if len(losses) % SAVE_EVERY == 0:
-                _save_state(partial, facts, state, losses)
+                _save_state(partial, known, state, losses)
     for number, student, curve in zip(options.seeds, students, zip(*losses)):
         path = options.out / f"seed{number}.safetensors"
         mx.save_safetensors(str(path), student.weights(), {"format": "mlx"})

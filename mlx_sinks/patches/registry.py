@@ -189,7 +189,7 @@ def apply(model: Any, policy: SinkPolicy | None) -> int:
     PatchError
         As from ``install``.
     """
-    _check_policy(policy)
+    check_policy(policy)
     with _lock:
         parts = _parts(model)
         if policy is not None:
@@ -200,8 +200,13 @@ def apply(model: Any, policy: SinkPolicy | None) -> int:
 
 
 @contextmanager
-def reached(model: Any) -> Iterator[None]:
+def reached(model: Any) -> Iterator[list[Any]]:
     """Have the patches that reach a model in for a block, with nothing to force.
+
+    Yields
+    ------
+    list
+        The parts reached, for instance one indexer a layer.
 
     Raises
     ------
@@ -212,9 +217,10 @@ def reached(model: Any) -> Iterator[None]:
     """
     owner = object()
     with _lock:
-        _put(_Wish(owner, None, frozenset(_parts(model))))
+        parts = _parts(model)
+        _put(_Wish(owner, None, frozenset(parts)))
     try:
-        yield
+        yield [part for found in parts.values() for part in found]
     finally:
         _take_back(owner)
 
@@ -237,7 +243,7 @@ def _parts(model: Any) -> dict[str, list[Any]]:
     return parts
 
 
-def _check_policy(policy: Any) -> None:
+def check_policy(policy: Any) -> None:
     if policy is not None and not isinstance(policy, SinkPolicy):
         raise TypeError(f"policy must be a SinkPolicy, not {policy!r}")
 
@@ -248,7 +254,7 @@ def _ask(
     targets: Iterable[str] | None,
     first: bool = False,
 ) -> list[PatchReport]:
-    _check_policy(policy)
+    check_policy(policy)
     policy = policy or SinkPolicy()
     names = frozenset(PATCHES if targets is None else targets)
     if unknown := names - PATCHES.keys():

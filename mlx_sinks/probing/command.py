@@ -9,6 +9,7 @@ import sys
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from ..loading import load_model
@@ -22,7 +23,7 @@ from .text import MANUAL, text_ids
 def run(options: argparse.Namespace, policy: SinkPolicy) -> int:
     """Probe as the options ask, print, and write; the exit status."""
     errors = Console(stderr=True)
-    with errors.status(f"Loading {options.model} …"):
+    with errors.status(f"Loading {escape(options.model)} …"):
         model, tokenizer = load_model(options.model, options.trust_remote_code)
     all_ids = text_ids(tokenizer, options.text)
     with probe(model, policy, block=options.block, queries=options.queries) as seen:
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace, policy: SinkPolicy) -> int:
         ids = all_ids[:wanted]
         if len(ids) < wanted:
             raise ValueError(f"the text has {len(ids)} tokens, not {wanted}")
-        if wanted <= seen.index_topk + 1:
+        if wanted <= seen.index_topk:
             raise ValueError(
                 f"{wanted} tokens don't go past the model's index_topk "
                 f"{seen.index_topk}: nothing would be selected"
@@ -42,6 +43,11 @@ def run(options: argparse.Namespace, policy: SinkPolicy) -> int:
                 tokens = mx.array(ids[start : start + options.chunk])[None]
                 mx.eval(model(tokens, cache))
                 progress.advance(task, tokens.size)
+    if not seen.queries:
+        raise ValueError(
+            f"no query was looked at between index_topk {seen.index_topk} and token "
+            f"{wanted}: ask for more --tokens or --queries"
+        )
     result = {
         "model": options.model,
         "text": options.text.name if options.text else MANUAL,
@@ -51,12 +57,7 @@ def run(options: argparse.Namespace, policy: SinkPolicy) -> int:
         **as_dict(seen),
     }
     written = json.dumps(result, indent=2) + "\n"
-    if options.json:
-        sys.stdout.write(written)
-    else:
-        show(seen, Console(), options.worst)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "probe.json").write_text(written)
         try:
             draw(seen, options.out / "probe.png", f"{options.model}, {seen.policy}")
@@ -66,4 +67,8 @@ def run(options: argparse.Namespace, policy: SinkPolicy) -> int:
                 "pip install 'mlx-sinks[plots]'",
                 markup=False,
             )
+    if options.json:
+        sys.stdout.write(written)
+    else:
+        show(seen, Console(), options.worst)
     return 0

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from ..patches.registry import reached
+from ..patches.registry import check_policy, reached
 from ..policy import SinkPolicy
 from ..selection import listening
 from .coverage import FIGURES, row_coverage
@@ -133,10 +133,11 @@ def probe(
     PatchError
         As from ``install``.
     """
+    check_policy(policy)
     if not 0 < queries <= block:
         raise ValueError(f"queries must be from 1 to block={block}, not {queries}")
     policy = SinkPolicy() if policy is None else policy
-    with reached(model):
+    with reached(model) as choosers:
         attentions = {
             name: part
             for name, part in reversed(model.named_modules())
@@ -153,7 +154,7 @@ def probe(
         index_topk = next(iter(attentions.values())).indexer.index_topk
         policy.fit(index_topk)
         recording = Recording([*attentions], index_topk, policy, block)
-        observer = _Observer(recording, queries)
+        observer = _Observer(recording, queries, {id(part) for part in choosers})
         classes = [type(part) for part in attentions.values()]
         try:
             for number, part in enumerate(attentions.values()):
@@ -167,25 +168,30 @@ def probe(
 class _Observer:
     """Looks at the selections of a model's layers as they are made."""
 
-    def __init__(self, recording: Recording, queries: int):
+    def __init__(self, recording: Recording, queries: int, choosers: set[int]):
         self.recording = recording
         self.queries = queries
-        # Of the last layer that chose by itself in this pass: others may reuse it.
+        self.choosers = choosers
+        # Of the last layer that chose by itself: others may reuse its choice.
         self.heard: tuple | None = None
 
     def observed(self, number: int, attention: nn.Module) -> type:
         """The layer's class, with a look after each call."""
         original = type(attention)
         forward = original.__call__
+        chooses = any(id(part) in self.choosers for part in attention.modules())
 
-        def call(attention, x, mask=None, cache=None):
+        def call(layer, x, mask=None, cache=None):
+            if layer is not attention:  # a copy that was made in the meantime
+                return forward(layer, x, mask, cache)
             cache = [KVCache(), KVCache()] if cache is None else cache
-            if number == 0:
+            if chooses:
                 self.heard = None
             with listening(self.hear):
-                output = forward(attention, x, mask, cache)
-            dense = functools.partial(dense_attention, forward, attention)
-            self.look(number, dense, attention.indexer.index_topk, x, cache[0])
+                output = forward(layer, x, mask, cache)
+            if self.heard is not None and self.heard[0].shape[2] == x.shape[1]:
+                dense = functools.partial(dense_attention, forward, layer)
+                self.look(number, dense, layer.indexer.index_topk, x, cache[0])
             return output
 
         return type(original.__name__, (original,), {"__call__": call})
@@ -202,8 +208,6 @@ class _Observer:
         cache: Any,
     ) -> None:
         """Add the figures of this call's queries to the recording."""
-        if self.heard is None:
-            return
         scores, left_padding, mask = self.heard
         B, _, L, T = scores.shape
         shown = mx.broadcast_to(True if mask is None else mask, (B, 1, L, T))

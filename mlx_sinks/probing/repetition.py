@@ -40,7 +40,14 @@ def repetition(
 
     A last block of under half the length joins the one before it; an empty text has
     no block.
+
+    Raises
+    ------
+    ValueError
+        ``block`` or an n below 1.
     """
+    if min([block, *grams]) < 1:
+        raise ValueError(f"block={block} and grams={grams} must be at least 1")
     tokens = np.asarray(ids)
     runs = _runs(tokens)
     repeated = {n: _inside(runs >= n, n) for n in grams}

@@ -65,9 +65,18 @@ def skill(means: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def suspects(means: dict[str, np.ndarray]) -> list[int]:
-    """Layers whose indexer has a skill below ``HEALTHY``; the worst first."""
-    skills = skill(means)
-    return [int(n) for n in np.argsort(skills) if skills[n] < HEALTHY]
+    """Layers whose indexer has no skill of ``HEALTHY``; the worst first.
+
+    NaN, from attention that is itself NaN, comes before all; a layer of which nothing
+    was seen isn't named.
+    """
+    skills, seen = skill(means), ~np.isnan(means["mass_chance"])
+    return [n for n in worst_first(skills) if seen[n] and not skills[n] >= HEALTHY]
+
+
+def worst_first(skills: np.ndarray) -> list[int]:
+    """Numbers of the layers, from no or the least skill on."""
+    return np.argsort(np.nan_to_num(skills, nan=-np.inf), kind="stable").tolist()
 
 
 def labels(names: list[str]) -> list[str]:
@@ -99,7 +108,7 @@ def show(recording: Recording, console: Console, worst: int = 5) -> None:
         cells = [f"{figures[key]:.1%}" for key in HEADINGS]
         table.add_row(name, f"{skill:.2f}", *cells)
 
-    for number in np.argsort(skills)[:worst]:
+    for number in worst_first(skills)[:worst]:
         figures = {key: values[number] for key, values in means.items()}
         add(names[number], skills[number], figures)
     table.add_section()
@@ -107,7 +116,7 @@ def show(recording: Recording, console: Console, worst: int = 5) -> None:
     console.print(table)
     total = f"{len(sick)} of {len(names)} layers"
     verdict = (
-        f"{total} have a skill below {HEALTHY}, worst first: "
+        f"{total} have no skill of {HEALTHY}, worst first: "
         + ", ".join(names[number] for number in sick)
         if sick
         else f"Every layer has a skill of at least {HEALTHY}"
@@ -127,7 +136,7 @@ def draw(recording: Recording, path: Path, title: str) -> None:
 
     panels = {k: v for k, v in HEADINGS.items() if k != "mass_chance"}
     figure = Figure(figsize=(4 * len(panels), 5), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     all_axes = figure.subplots(1, len(panels), sharey=True)
     for axes, (name, heading) in zip(all_axes, panels.items()):
         axes.set_title(heading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,18 @@ def text_ids(tokenizer: Any, file: Path | None = None) -> list[int]:
 
     Raises
     ------
-    OSError
-        No such file, or a Python without its manual.
+    OSError, ValueError
+        No such file, no text in it, or a Python without its manual.
     """
     if file is None:
         written = _manual()
     else:
         content = file.read_bytes()
-        written = (
-            gzip.decompress(content) if file.suffix == ".gz" else content
-        ).decode()
+        try:
+            packed = file.suffix == ".gz"
+            written = (gzip.decompress(content) if packed else content).decode()
+        except (EOFError, UnicodeDecodeError, zlib.error) as error:
+            raise ValueError(f"{file} is no text: {error}") from None
     # It is read in parts: a warning that it exceeds the context would only confuse.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

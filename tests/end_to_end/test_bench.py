@@ -1,8 +1,10 @@
 """The scripts that measure any model, on one small enough to check by hand."""
 
+import gzip
 import hashlib
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,3 +234,73 @@ def test_probe_command(folder, text, tmp_path):
     for names in zip(*(figures[name] for name in ("mass", "mass_best"))):
         for mass, best in zip(*names):
             assert 0 < mass <= best + 1e-5 <= 1 + 2e-5
+
+
+def test_a_changed_configuration_makes_the_parts_anew(folder, tmp_path):
+    """Not only other weights make another model."""
+    copy = shutil.copytree(folder, tmp_path / "model")
+    assert profile(copy, tmp_path / "out").status == 0
+    config = json.loads((copy / "config.json").read_text())
+    config["rope_theta"] = 50.0
+    (copy / "config.json").write_text(json.dumps(config))
+    before = json.loads((tmp_path / "out" / "greedy-dense.json").read_text())
+    assert profile(copy, tmp_path / "out").status == 0
+    after = json.loads((tmp_path / "out" / "greedy-dense.json").read_text())
+    assert before["result"] != after["result"]
+
+
+@pytest.fixture(scope="module")
+def broken(folder, tmp_path_factory):
+    """A model whose attention is NaN in its second layer."""
+    copy = shutil.copytree(folder, tmp_path_factory.mktemp("nan") / "model")
+    weights = dict(mx.load(str(folder / "model.safetensors")))
+    name = "model.layers.1.self_attn.q_b_proj.weight"
+    weights[name] = mx.full(weights[name].shape, mx.nan)
+    mx.save_safetensors(str(copy / "model.safetensors"), weights, {"format": "mlx"})
+    return copy
+
+
+def test_what_is_no_number_wins_nothing_and_is_named(broken, text):
+    options = ["--model", broken, "--text", text, "--tokens", 60, "--json"]
+    result = json.loads(bench("perplexity.py", *options).stdout, parse_constant=None)
+    assert result["wins"] == {"stock": 0, "sinks": 0}
+    assert result["perplexity"]["dense"] is None
+    probed = json.loads(run(command("mlx-sinks"), "probe", *options).stdout)
+    assert probed["suspects"][0] == "model.layers.1.self_attn"
+    assert probed["skill"][1] is None
+
+
+def test_a_probe_that_saw_nothing_calls_nothing_healthy(folder, text, tmp_path):
+    argv = [command("mlx-sinks"), "probe", "--model", folder, "--text", text]
+    outcome = run(*argv, "--tokens", "30", "--out", tmp_path / "new")
+    assert (outcome.status, outcome.stdout) == (1, "")
+    assert "no query was looked at between index_topk 16 and token 30" in outcome.stderr
+    assert [*(tmp_path / "new").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--tokens 16", "16 tokens don't go past the model's index_topk 16"),
+        ("--tokens 9999", "the text has 148 tokens, not 9999"),
+        ("--queries 9 --block 8", "--queries 9 exceeds --block 8"),
+        ("--tokens 0", "--tokens: a whole number >= 1"),
+        ("--sinks x", "sinks must be a whole number"),
+        ("--sinks 16", "must be smaller than the model's index_topk=16"),
+        ("--out {text}", "--out"),
+        ("--text {damaged}", "is no text"),
+        ("--text gone.txt", "gone.txt"),
+        ("--model [/bold]", "can't load [/bold]"),
+    ],
+)
+def test_a_probe_that_cannot_be_gets_a_sentence(
+    options, sentence, folder, text, tmp_path
+):
+    damaged = tmp_path / "text.gz"
+    damaged.write_bytes(gzip.compress(TEXT.encode())[:40])
+    options = options.format(text=text, damaged=damaged).split()
+    argv = [command("mlx-sinks"), "probe", "--model", folder, "--text", text]
+    outcome = run(*argv, *options)
+    assert outcome.status in (1, 2)
+    assert sentence in outcome.stderr
+    assert "Traceback" not in outcome.stderr

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 
 import mlx.core as mx
@@ -867,3 +868,26 @@ def test_labels_tell_layers_apart_whatever_their_names(names):
     labels = report.labels(names)
     assert len(set(labels)) == len(names)
     assert all(label and label in name for label, name in zip(labels, names))
+
+
+def test_a_copy_made_inside_is_not_probed(one_model):
+    with mlx_sinks.probe(one_model, POLICY) as recording:
+        copied = deepcopy(one_model)
+        copied(mx.array([prompt(0, 60)]))
+        assert recording.queries == 0
+    with mlx_sinks.patched(POLICY):
+        copied(mx.array([prompt(0, 60)]))
+    assert recording.queries == 0
+
+
+def test_a_layer_that_chose_nothing_is_not_shown_another_s_choice(one_model):
+    """Here the second one keeps everything: there is nothing to look at."""
+    second = one_model.model.layers[1].self_attn.indexer
+    second.index_topk, before = 1000, second.index_topk
+    try:
+        with mlx_sinks.probe(one_model, POLICY, queries=256) as recording:
+            one_model(mx.array([prompt(0, 60)]))
+    finally:
+        second.index_topk = before
+    seen = ~np.isnan(recording.figure("mass")).all(axis=1)
+    assert seen.tolist() == [True, False]
