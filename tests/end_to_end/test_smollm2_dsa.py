@@ -188,7 +188,7 @@ def test_the_shipped_weights_are_small_and_say_where_they_come_from():
         (f"{BUILDER} --out x --indexers --random-layers 30", "no layer 30"),
         ("smollm2_dsa/train_indexer.py --model nowhere --out mine", "can't load"),
         ("demo.py --text-tokens 100", "--text-tokens must go past index_topk"),
-        ("demo.py --out mine/notes.txt/x.json", "mine/notes.txt/x.json"),
+        ("demo.py --out mine/notes.txt/x.json", "mine/notes.txt: File exists"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_loses_nothing(
