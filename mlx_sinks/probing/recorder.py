@@ -106,7 +106,8 @@ def probe(
     runs slower. Queries are chosen by their position alone, so that it doesn't matter
     how the tokens are cut into calls, nor whether there is a cache. In a batch every
     sequence is looked at, from its left padding on; rows that pad a prompt on the right
-    count as real. A probed model may run in one thread at a time.
+    count as real. A probed model may run in one thread at a time; what ``mx.compile``
+    traced before isn't heard, and can't be traced inside.
 
     Parameters
     ----------
