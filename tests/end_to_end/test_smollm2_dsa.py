@@ -89,7 +89,10 @@ def test_recency_rescues_an_indexer_of_the_wrong_rope_convention(figures):
 
 
 def test_the_probe_names_the_layers_whose_indexer_is_random(request, tmp_path):
-    """Five of thirty, other ones for each seed, and also by the mass alone."""
+    """Five of thirty, other ones for each seed.
+
+    By skill: the mass alone would not do, since some trained layers spread theirs.
+    """
     (seed, *_) = request.config.getoption("--smollm2-seeds")
     sick = sorted(random.Random(int(seed)).sample(range(30), 5))
     options = ["--indexers", "--random-layers", *sick, "--seed", seed]
@@ -106,8 +109,6 @@ def test_the_probe_names_the_layers_whose_indexer_is_random(request, tmp_path):
     result = json.loads(probed.stdout)
     names = {f"model.layers.{number}.self_attn" for number in sick}
     assert set(result["suspects"]) == names
-    mass = dict(zip(result["layers"], result["by_layer"]["mass"]))
-    assert set(sorted(mass, key=mass.get)[:5]) == names
 
 
 def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
