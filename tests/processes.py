@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -106,6 +107,30 @@ def run_without_pth(name: str, *arguments: str | Path) -> Outcome:
     path = [str(Path(sys.executable).parent), *json.loads(shown.stdout)]
     code = WITHOUT_PTH.format(path=path)
     return run(sys.executable, "-S", "-c", code, command(name), *arguments)
+
+
+def interrupted(
+    *argv: str | Path, when: Callable[[], bool], **variables: str
+) -> Outcome:
+    """Start a command and press Ctrl-C as soon as ``when`` says so."""
+    process = subprocess.Popen(
+        [str(word) for word in argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(**variables),
+        # Under a shell's background job SIGINT is ignored, and so it would be here.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        deadline = time.monotonic() + 5 * LIMIT
+        while not when():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    return Outcome(process.returncode, stdout.decode(), stderr.decode())
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,7 @@ import hashlib
 import json
 import math
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,7 +16,7 @@ import pytest
 import mlx_sinks
 import small_models
 from mlx_sinks.loading import load_model
-from processes import command, environment, run
+from processes import command, interrupted, run
 
 BENCH = Path(__file__).parents[2] / "bench"
 TEXT = "The lamp on the headland turns twice a minute; nobody has stopped it yet. " * 2
@@ -151,23 +148,15 @@ def test_repetition_profile_and_its_resumption(folder, tmp_path):
 
 def test_an_interrupted_profile_says_how_to_go_on(folder, tmp_path):
     """Ctrl-C after the first finished part: it stays, and nothing half-done does."""
-    script = BENCH / "repetition_profile.py"
-    options = ["--tokens", "600", "--out", tmp_path, "--seeds", "1"]
-    process = subprocess.Popen(
-        [sys.executable, script, "--model", folder, *options],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        env=environment(LD_PRELOAD=""),
+    outcome = interrupted(
+        *(sys.executable, BENCH / "repetition_profile.py", "--model", folder),
+        *("--tokens", "600", "--seeds", "1", "--out", tmp_path),
+        when=lambda: any(tmp_path.glob("*-*.json")),
+        LD_PRELOAD="",
     )
-    deadline = time.monotonic() + 100
-    while not [*tmp_path.glob("*-*.json")]:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1].decode()
-    assert process.returncode == 130
-    assert "stopped; the same command goes on" in said
-    assert "Traceback" not in said
+    assert outcome.status == 130
+    assert "stopped; the same command goes on" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
     assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name]
 
 

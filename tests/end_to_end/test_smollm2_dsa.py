@@ -7,16 +7,13 @@ The commands are those of the README; top-k 128 of 512 tokens has the ratio of 2
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from blas import with_fast_blas
-from processes import command, run
+from processes import command, interrupted, run
 from smollm2_dsa import build
 
 ROOT = Path(__file__).parents[2]
@@ -135,20 +132,14 @@ def test_training_goes_on_where_it_was_stopped(folder, tmp_path):
     script = "smollm2_dsa/train_indexer.py"
     whole = bench(script, *facts, "--out", tmp_path / "whole")
     assert whole.status == 0, whole.stderr
-    argv = [sys.executable, str(BENCH / script), *map(str, facts), "--out"]
-    process = subprocess.Popen(
-        [*argv, str(tmp_path / "parts")],
-        stderr=subprocess.PIPE,
-        env=with_fast_blas(dict(os.environ)),
+    parts = tmp_path / "parts"
+    stopped = interrupted(
+        *(sys.executable, BENCH / script, *facts, "--out", parts),
+        when=(parts / "partial.safetensors").exists,
+        **with_fast_blas(dict(os.environ)),
     )
-    deadline = time.monotonic() + 600
-    while not (tmp_path / "parts" / "partial.safetensors").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=100)[1].decode()
-    assert process.returncode == 130, said
-    assert "the same command goes on" in said
+    assert stopped.status == 130, stopped.stderr
+    assert "the same command goes on" in stopped.stderr
     other = bench(script, *facts, "--rate", 1, "--out", tmp_path / "parts")
     assert other.status == 1 and "of a run with other options" in other.stderr
     rest = bench(script, *facts, "--out", tmp_path / "parts")
