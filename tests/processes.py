@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 
+from blas import with_fast_blas
+
 # Seconds before a process counts as hung; a whole run takes about two.
 LIMIT = 120
 
@@ -28,6 +30,9 @@ try:
 finally:
     assert "mlx_sinks" not in sys.modules
 """
+
+
+BENCH = Path(__file__).parents[1] / "bench"
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,12 @@ def run_without_pth(name: str, *arguments: str | Path) -> Outcome:
     path = [str(Path(sys.executable).parent), *json.loads(shown.stdout)]
     code = WITHOUT_PTH.format(path=path)
     return run(sys.executable, "-S", "-c", code, command(name), *arguments)
+
+
+def bench(script: str, *arguments: object, **variables: str) -> Outcome:
+    """A script as a user starts it; minutes where there is no optimised BLAS."""
+    argv = (sys.executable, BENCH / script, *map(str, arguments))
+    return run(*argv, limit=1800, **with_fast_blas({**os.environ, **variables}))
 
 
 def interrupted(

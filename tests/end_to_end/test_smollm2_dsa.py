@@ -5,29 +5,18 @@ The commands are those of the README; top-k 128 of 512 tokens has the ratio of 2
 """
 
 import json
-import os
-import random
 import sys
 from pathlib import Path
 
 import pytest
 
-from blas import with_fast_blas
-from processes import command, interrupted, run
+from processes import BENCH, bench
 from smollm2_dsa import build
 
-ROOT = Path(__file__).parents[2]
-BENCH = ROOT / "bench"
 TEXT = BENCH / "smollm2_dsa" / "text.txt"
 BUILDER = "smollm2_dsa/build.py"
 # One for each environment; the downloaded weights beside them are shared.
-BUILD = ROOT / "build" / f"test-{Path(sys.prefix).name}"
-
-
-def bench(script, *arguments, **variables):
-    """As a user starts it; minutes where the machine has no optimised BLAS."""
-    argv = (sys.executable, BENCH / script, *map(str, arguments))
-    return run(*argv, limit=1800, **with_fast_blas({**os.environ, **variables}))
+BUILD = BENCH.parent / "build" / f"test-{Path(sys.prefix).name}"
 
 
 @pytest.fixture(scope="module")
@@ -85,29 +74,6 @@ def test_recency_rescues_an_indexer_of_the_wrong_rope_convention(figures):
     assert sinks["times_dense"] < 1.15
 
 
-def test_the_probe_names_the_layers_whose_indexer_is_random(request, tmp_path):
-    """Five of thirty, other ones for each seed.
-
-    By skill: the mass alone would not do, since some trained layers spread theirs.
-    """
-    (seed, *_) = request.config.getoption("--smollm2-seeds")
-    sick = sorted(random.Random(int(seed)).sample(range(30), 5))
-    options = ["--indexers", "--random-layers", *sick, "--seed", seed]
-    folder = BUILD.with_name(f"{BUILD.name}-mixed")
-    built = bench(*(BUILDER, "--out", folder, "--index-topk", 96, *options))
-    assert built.status == 0, built.stderr
-    probed = run(
-        *(command("mlx-sinks"), "probe", "--model", folder, "--text", TEXT),
-        *("--trust-remote-code", "--tokens", "320", "--json"),
-        limit=1800,
-        **with_fast_blas(dict(os.environ)),
-    )
-    assert probed.status == 0, probed.stderr
-    result = json.loads(probed.stdout)
-    names = {f"model.layers.{number}.self_attn" for number in sick}
-    assert set(result["suspects"]) == names
-
-
 def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
     """Prompt and answer are shorter than index_topk: no arm may differ."""
     out = tmp_path / "demo.json"
@@ -124,43 +90,6 @@ def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
     assert arms["sinks"]["command"].startswith("MLX_SINKS=1 mlx_lm.generate ")
     for heading in ("sinks kept", "perplexity", "repeats"):
         assert heading in demo.stdout
-
-
-def test_training_goes_on_where_it_was_stopped(folder, tmp_path):
-    """To the same weights as in one go, and the divergence falls."""
-    facts = ["--model", folder, "--length", 48, "--steps", 24, "--seeds", 0, 1]
-    script = "smollm2_dsa/train_indexer.py"
-    whole = bench(script, *facts, "--out", tmp_path / "whole")
-    assert whole.status == 0, whole.stderr
-    parts = tmp_path / "parts"
-    stopped = interrupted(
-        *(sys.executable, BENCH / script, *facts, "--out", parts),
-        when=(parts / "partial.safetensors").exists,
-        **with_fast_blas(dict(os.environ)),
-    )
-    assert stopped.status == 130, stopped.stderr
-    assert "the same command goes on" in stopped.stderr
-    other = bench(script, *facts, "--rate", 1, "--out", tmp_path / "parts")
-    assert other.status == 1 and "of a run with other options" in other.stderr
-    rest = bench(script, *facts, "--out", tmp_path / "parts")
-    assert rest.status == 0, rest.stderr
-    names = ["seed0.json", "seed0.safetensors", "seed1.json", "seed1.safetensors"]
-    for name in names:
-        files = [(tmp_path / way / name).read_bytes() for way in ("whole", "parts")]
-        assert files[0] == files[1]
-    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == names
-    losses = json.loads((tmp_path / "whole" / "seed1.json").read_text())["losses"]
-    assert len(losses) == 24
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-
-
-def test_the_shipped_weights_are_small_and_say_where_they_come_from():
-    weights = BENCH / "smollm2_dsa" / "trained" / "seed0.safetensors"
-    assert weights.stat().st_size < 6_000_000
-    record = json.loads(weights.with_suffix(".json").read_text())
-    assert record["seed"] == 0
-    assert record["text"] and len(record["sha256"]) == 64
-    assert record["losses"][-1] < record["losses"][0] / 5
 
 
 @pytest.mark.parametrize(
