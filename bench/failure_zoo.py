@@ -57,7 +57,6 @@ from mlx_sinks.probing.repetition import repetition
 from perplexity import perplexity_past, probed, token_losses
 from smollm2_dsa.build import INDEXER_WEIGHTS, TRAINED
 
-KINDS = ("random", "trained", "RoPE flipped", "4-bit", "shared by four")
 MEASURES = {
     "perplexity": ("perplexity", "{:.2f}"),
     "times_dense": ("x dense", "{:.3f}"),
@@ -74,7 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="folder written by build.py")
-    add_zoo(parser, KINDS)
+    add_zoo(parser, tuple(zoo.KINDS))
     add("--texts", type=count, default=8, help="to generate in each arm")
     add("--generate", type=int, default=128, help="tokens of each text; 0: no texts")
     add("--parts", type=folder, default="build/zoo", help="folder of finished parts")
@@ -115,20 +114,18 @@ def add_zoo(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
 def read_text(
     options: argparse.Namespace, tokenizer: Any, index_topk: int
 ) -> tuple[list[int], dict]:
-    """The text's tokens, and the facts about them."""
+    """The text's tokens, and what every figure of them depends on."""
     ids, source = token_ids(tokenizer, options.text)
     if not index_topk + 1 < options.tokens <= len(ids):
         raise ValueError(
             f"--tokens {options.tokens} has to go past index_topk {index_topk}, and "
             f"{source['text']} has {len(ids)}"
         )
-    return ids[: options.tokens], source | {"tokens": options.tokens}
-
-
-def base_files(model: str) -> dict:
-    """All of the model's but its indexers, which every case brings along."""
-    files = model_files(model)
-    return {name: fact for name, fact in files.items() if name != INDEXER_WEIGHTS}
+    # Every case brings its own indexers along.
+    base = model_files(options.model)
+    base.pop(INDEXER_WEIGHTS, None)
+    facts = {"index_topk": index_topk, "base": base, **source, **environment()}
+    return ids[: options.tokens], facts | {"tokens": options.tokens}
 
 
 def cases(options: argparse.Namespace) -> list[zoo.Case]:
@@ -153,14 +150,8 @@ def measure(options: argparse.Namespace) -> dict:
     policy.fit(index_topk)
     if options.generate < 0:
         raise ValueError(f"--generate {options.generate}: 0, or tokens to generate")
-    ids, source = read_text(options, tokenizer, index_topk)
-    facts = {
-        "index_topk": index_topk,
-        "base": base_files(options.model),
-        "policy": str(policy),
-        **source,
-        **environment(),
-    }
+    ids, facts = read_text(options, tokenizer, index_topk)
+    facts["policy"] = str(policy)
     sampling = {"temp": 0.8, "top_p": 0.95, "seed": 0}
     writing = {"texts": options.texts, "generated": options.generate, **sampling}
     never = sorted(tokenizer.eos_token_ids)
@@ -200,7 +191,7 @@ def measure(options: argparse.Namespace) -> dict:
                 title = f"{case or 'no indexer'}, {arm}, {work.__name__}"
                 progress.update(task, description=title)
                 known = {**known, "part": title, "weights": case and case.digest()}
-                name = re.sub(r"[^\w.]+", "-", f"{title} {source['text']}")
+                name = re.sub(r"[^\w.]+", "-", f"{title} {facts['text']}")
 
                 def compute(work=work) -> dict:
                     if case:

@@ -1,8 +1,9 @@
-"""Long texts of a fixed length from a model, several side by side."""
+"""Long texts of a fixed length, several side by side: written by a model, and read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -52,13 +53,28 @@ def text_losses(
     model: nn.Module, prompt: list[int], texts: list[list[int]]
 ) -> np.ndarray:
     """Negative log-likelihood in nats of each token of each text, (texts, tokens)."""
+    losses = batch_losses(model, [prompt + text for text in texts], chunk=64)
+    return losses[:, len(prompt) - 1 :]
+
+
+def batch_losses(
+    model: nn.Module,
+    texts: list[list[int]],
+    chunk: int,
+    step: Callable[[float], object] = lambda percent: None,
+) -> np.ndarray:
+    """Negative log-likelihood in nats of each token after the first, (texts, T - 1).
+
+    Teacher-forced, the texts equally long. One chunk's logits are held at a time.
+    ``step`` is given percents of the work.
+    """
     cache = make_prompt_cache(model)
-    ids = mx.array([prompt + text for text in texts])
-    losses = []
-    for start in range(0, ids.shape[1] - 1, 64):
-        stop = min(start + 64, ids.shape[1] - 1)
+    ids = mx.array(texts)
+    total, losses = ids.shape[1] - 1, []
+    for start, stop in pairwise([*range(0, total, chunk), total]):
         logits = model(ids[:, start:stop], cache=cache).astype(mx.float32)
         loss = nn.losses.cross_entropy(logits, ids[:, start + 1 : stop + 1])
         losses.append(np.array(loss))
         mx.eval([c.state for c in cache])
-    return np.concatenate(losses, axis=1)[:, len(prompt) - 1 :]
+        step(100 * (stop - start) / total)
+    return np.concatenate(losses, axis=1)

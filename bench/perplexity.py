@@ -15,14 +15,11 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -42,6 +39,7 @@ from arguments import (
 )
 from arms import ARMS, arms, indexers, load
 from blas import restart_with_fast_blas
+from generation import batch_losses
 from mlx_sinks.probing.report import by_layer, skill
 
 
@@ -116,20 +114,8 @@ def token_losses(
     chunk: int = 128,
     step: Callable[[float], object] = lambda percent: None,
 ) -> np.ndarray:
-    """Negative log-likelihood in nats of each token after the first, shape (T - 1,).
-
-    One chunk's logits are held at a time. ``step`` is given percents of the work.
-    """
-    cache = make_prompt_cache(model)
-    inputs, targets = mx.array(ids[:-1])[None], mx.array(ids[1:])
-    losses = []
-    for start, stop in pairwise([*range(0, len(targets), chunk), len(targets)]):
-        logits = model(inputs[:, start:stop], cache=cache)[0].astype(mx.float32)
-        loss = nn.losses.cross_entropy(logits, targets[start:stop])
-        losses.append(np.array(loss))
-        mx.eval([c.state for c in cache])
-        step(100 * (stop - start) / len(targets))
-    return np.concatenate(losses)
+    """Negative log-likelihood in nats of each token after the first, shape (T - 1,)."""
+    return batch_losses(model, [ids], chunk, step)[0]
 
 
 def probed(

@@ -25,15 +25,14 @@ import zoo
 from arguments import (
     HelpFormatter,
     add_output,
-    environment,
     finished,
     folder,
     put_out,
     run,
 )
-from arms import arms, indexers
+from arms import dense, indexers
 from blas import restart_with_fast_blas
-from failure_zoo import add_zoo, base_files, cases, read_text
+from failure_zoo import add_zoo, cases, read_text
 from perplexity import perplexity_past, token_losses
 
 KINDS = ("random", "RoPE flipped", "trained", "shared by four")
@@ -78,15 +77,9 @@ def measure(options: argparse.Namespace) -> dict:
     index_topk = indexers(model)[0].index_topk
     for policy in policies:
         policy.fit(index_topk)
-    ids, source = read_text(options, tokenizer, index_topk)
-    facts = {
-        "index_topk": index_topk,
-        "base": base_files(options.model),
-        **source,
-        **environment(),
-    }
-    with arms(model, policies[0])["dense"]():
-        dense = perplexity_past(token_losses(model, ids), index_topk)
+    ids, facts = read_text(options, tokenizer, index_topk)
+    with dense(model):
+        control = perplexity_past(token_losses(model, ids), index_topk)
     rows = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         chosen = cases(options)
@@ -95,7 +88,7 @@ def measure(options: argparse.Namespace) -> dict:
             zoo.make(model, case)
             for policy in policies:
                 progress.update(task, description=f"{case}, {policy}")
-                title = f"{case} {policy.sinks} {policy.recency} {source['text']}"
+                title = f"{case} {policy.sinks} {policy.recency} {facts['text']}"
                 name = re.sub(r"[^\w.]+", "-", title)
 
                 def compute(policy=policy) -> dict:
@@ -112,12 +105,12 @@ def measure(options: argparse.Namespace) -> dict:
                         "sample": case.sample,
                         "sinks": policy.sinks,
                         "recency": policy.recency,
-                        "times_dense": result["perplexity"] / dense,
+                        "times_dense": result["perplexity"] / control,
                         **result,
                     }
                 )
                 progress.advance(task)
-    return {**facts, "dense": dense, "rows": rows}
+    return {**facts, "dense": control, "rows": rows}
 
 
 def show(result: dict, console: Console) -> None:

@@ -103,6 +103,7 @@ def profile(options: argparse.Namespace) -> None:
             f"{total} tokens don't go past index_topk {index_topk} and the prompt's "
             f"{len(prompt)}"
         )
+    length = total - len(prompt)
     facts = {
         "model": options.model,
         "files": model_files(options.model),
@@ -121,12 +122,11 @@ def profile(options: argparse.Namespace) -> None:
         for way, given in ways.items():
             profiles[way] = {"options": given, "arms": {}}
             for arm, context in arms(model, policy).items():
-                task = progress.add_task(f"{arm}, {way}", total=total - len(prompt))
+                task = progress.add_task(f"{arm}, {way}", total=length)
 
                 def part(given=given, context=context, task=task) -> dict:
                     step = functools.partial(progress.advance, task)
                     never = sorted(tokenizer.eos_token_ids)
-                    length = total - len(prompt)
                     with context():
                         texts = generate(
                             model, prompt, length, never=never, step=step, **given
@@ -140,7 +140,7 @@ def profile(options: argparse.Namespace) -> None:
                 path = options.out and options.out / f"{way}-{arm}.json"
                 known = {**facts, **given, "arm": arm}
                 profiles[way]["arms"][arm] = finished(path, known, part)
-                progress.update(task, completed=total - len(prompt))
+                progress.update(task, completed=length)
     result = {**facts, "profiles": profiles}
     picture = options.out and options.out / "profile.png"
     options.out = options.out and options.out / "profile.json"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from arms import load
@@ -141,5 +142,7 @@ class Follower(nn.Module):
 
 
 def _fill(model: nn.Module, weights: dict[str, mx.array]) -> None:
-    check_indexers(weights, random_indexers(vars(model.args), 0))
+    parameters = dict(tree_flatten(model.parameters()))
+    own = {name: parameters[name] for name in parameters if ".indexer." in name}
+    check_indexers(weights, own)
     model.load_weights(list(weights.items()), strict=False)

@@ -29,8 +29,7 @@ def load_model(
     try:
         return load(path, **options)
     except (OSError, ValueError) as error:
-        hint = (
-            "" if trust_remote_code else " (on the command line: --trust-remote-code)"
-        )
-        hint = hint if "trust_remote_code" in str(error) else ""
-        raise ValueError(f"can't load {path}: {error}{hint}") from error
+        reason = f"can't load {path}: {error}"
+        if not trust_remote_code and "trust_remote_code" in reason:
+            reason += " (on the command line: --trust-remote-code)"
+        raise ValueError(reason) from error

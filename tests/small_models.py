@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -110,35 +111,37 @@ def write_folder(
     bits: int | None = None,
 ) -> Path:
     """A model folder for ``--model``; returns ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
     facts = config(kind, index_topk)
     if bits is not None:
         facts["quantization"] = {"group_size": 32, "bits": bits}
-    (folder / "config.json").write_text(json.dumps(facts))
-    model = make(kind, index_topk, seed, bits=bits)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    tokenizer().save_pretrained(folder)
-    return folder
+    return _write(folder, facts, make(kind, index_topk, seed, bits=bits))
+
+
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=260,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    rms_norm_eps=1e-5,
+    eos_token_id=256,
+)
+
+
+def make_llama() -> llama.Model:
+    """A model that selects nothing."""
+    return llama.Model(llama.ModelArgs.from_dict(LLAMA))
 
 
 def write_llama_folder(folder: Path) -> Path:
-    """A model that selects nothing; returns ``folder``."""
-    from mlx_lm.models import llama
+    """The same as a folder; returns ``folder``."""
+    return _write(folder, LLAMA, make_llama())
 
-    facts = dict(
-        model_type="llama",
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        rms_norm_eps=1e-5,
-        eos_token_id=256,
-    )
+
+def _write(folder: Path, facts: dict, model: nn.Module) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(facts))
-    model = llama.Model(llama.ModelArgs.from_dict(facts))
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     tokenizer().save_pretrained(folder)

@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,11 +13,11 @@ import numpy as np
 import pytest
 
 import mlx_sinks
+import processes
 import small_models
 from mlx_sinks.loading import load_model
-from processes import command, interrupted, run
+from processes import BENCH, command, interrupted, run
 
-BENCH = Path(__file__).parents[2] / "bench"
 TEXT = "The lamp on the headland turns twice a minute; nobody has stopped it yet. " * 2
 TOKENS = 100
 ARMS = ("stock", "sinks", "dense")
@@ -38,8 +37,7 @@ def text(tmp_path_factory):
 
 def bench(script, *arguments, **variables):
     # LD_PRELOAD, even empty: as it is, without starting again with another BLAS.
-    variables = {"LD_PRELOAD": "", **variables}
-    return run(sys.executable, BENCH / script, *arguments, **variables)
+    return processes.bench(script, *arguments, **{"LD_PRELOAD": "", **variables})
 
 
 def losses_at_once(model, ids):

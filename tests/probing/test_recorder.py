@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models import deepseek_v32, llama
+from mlx_lm.models import deepseek_v32
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, make_prompt_cache
 
@@ -50,8 +50,7 @@ def one_model(make):
 
 @pytest.fixture(scope="module")
 def tiny_llama():
-    args = llama.ModelArgs("llama", 32, 1, 32, 2, 1e-5, 64)
-    return llama.Model(args)
+    return small_models.make_llama()
 
 
 def prompt(seed, length):
