@@ -25,13 +25,21 @@ def load(path: str, trust_remote_code: bool) -> tuple[nn.Module, TokenizerWrappe
     OSError, ValueError
         It can't be loaded, or has no indexer that could be switched off.
     """
-    model, tokenizer = load_model(path, trust_remote_code)
-    mlx_sinks.uninstall()
+    model, tokenizer = load_any(path, trust_remote_code)
     if not indexers(model):
         kind = type(model).__module__.rpartition(".")[2]
         raise ValueError(
             f"{path} is a {kind} model without an indexer: its arms would be the same"
         )
+    return model, tokenizer
+
+
+def load_any(
+    path: str, trust_remote_code: bool = False
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """The same of a model of any kind."""
+    model, tokenizer = load_model(path, trust_remote_code)
+    mlx_sinks.uninstall()
     if mx.default_device() == mx.Device(mx.cpu):
         _make_fast_for_reference_blas(model)
     return model, tokenizer

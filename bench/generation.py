@@ -62,13 +62,14 @@ def batch_losses(
     texts: list[list[int]],
     chunk: int,
     step: Callable[[float], object] = lambda percent: None,
+    cache: list | None = None,
 ) -> np.ndarray:
     """Negative log-likelihood in nats of each token after the first, (texts, T - 1).
 
     Teacher-forced, the texts equally long. One chunk's logits are held at a time.
-    ``step`` is given percents of the work.
+    ``step`` is given percents of the work; ``cache`` is by default the model's own.
     """
-    cache = make_prompt_cache(model)
+    cache = cache or make_prompt_cache(model)
     ids = mx.array(texts)
     total, losses = ids.shape[1] - 1, []
     for start, stop in pairwise([*range(0, total, chunk), total]):

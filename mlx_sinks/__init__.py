@@ -9,41 +9,49 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .eviction.prompt_cache import make_sink_cache
+    from .eviction.sink_cache import BatchSinkCache, SinkCache
     from .patches.registry import (
-        PatchError,
         PatchReport,
         apply,
         install,
         patched,
         uninstall,
     )
+    from .patches.upstreams import PatchError
     from .policy import PolicyError, SinkPolicy
     from .probing.recorder import ProbeError, Recording, probe
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BatchSinkCache": "eviction.sink_cache",
+    "SinkCache": "eviction.sink_cache",
     "SinkPolicy": "policy",
     "PolicyError": "policy",
-    "PatchError": "patches.registry",
+    "PatchError": "patches.upstreams",
     "PatchReport": "patches.registry",
     "ProbeError": "probing.recorder",
     "Recording": "probing.recorder",
     "apply": "patches.registry",
     "install": "patches.registry",
+    "make_sink_cache": "eviction.prompt_cache",
     "patched": "patches.registry",
     "probe": "probing.recorder",
     "uninstall": "patches.registry",
 }
 __all__ = [
+    "BatchSinkCache",
     "PatchError",
     "PatchReport",
     "PolicyError",
     "ProbeError",
     "Recording",
+    "SinkCache",
     "SinkPolicy",
     "apply",
     "install",
+    "make_sink_cache",
     "patched",
     "probe",
     "uninstall",

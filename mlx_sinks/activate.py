@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from .policy import VARIABLE, PolicyError, SinkPolicy
+from .policy import VARIABLE, PolicyError, SinkPolicy, switched_off
 
 
 @functools.cache  # a virtual environment may process its .pth files twice
@@ -34,6 +34,8 @@ def _on_mlx_lm() -> None:
     from .patches.registry import PATCHES, install_from_environment
 
     for name, patch in PATCHES.items():
+        if name in switched_off():
+            continue
         install = functools.partial(install_from_environment, policy, name)
         _when_imported(patch.module, install)
 
@@ -59,7 +61,7 @@ def _when_imported(name: str, act: Callable[[], object]) -> None:
 
 def _is_about_the_environment(error: BaseException | None) -> bool:
     """Ours, and told whole by its sentence: it names the variable to change."""
-    from .patches.registry import PatchError
+    from .patches.upstreams import PatchError  # the registry needs mlx-lm
 
     return isinstance(error, (PolicyError, PatchError)) and VARIABLE in str(error)
 

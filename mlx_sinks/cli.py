@@ -9,7 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import __version__
-from .policy import ACCEPTED, VARIABLE, PolicyError, SinkPolicy, parse_count
+from .policy import (
+    ACCEPTED,
+    VARIABLE,
+    PolicyError,
+    SinkPolicy,
+    parse_count,
+    switched_off,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,7 +125,8 @@ def _run(options: argparse.Namespace) -> int:
     policy = SinkPolicy.from_env()
     if asked := _asked(options):
         policy = replace(policy or SinkPolicy(), **asked)
-        environment[VARIABLE] = f"sinks={policy.sinks},recency={policy.recency}"
+        counts = [f"sinks={policy.sinks}", f"recency={policy.recency}"]
+        environment[VARIABLE] = ",".join(counts + [f"{n}=0" for n in switched_off()])
     elif policy is None:
         environment[VARIABLE] = "1"
     try:

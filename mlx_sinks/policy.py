@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 VARIABLE = "MLX_SINKS"
-ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128"'
+ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128,rotating=0"'
+# Patches by the names that they have in the registry; each can be switched off alone.
+TARGETS = ("dsa", "rotating")
 _ON = frozenset({"1", "on", "true", "yes"})
 OFF = frozenset({"", "0", "off", "false", "no"})
 
@@ -65,24 +67,18 @@ class SinkPolicy:
         """The policy that ``MLX_SINKS`` asks for, ``None`` where it is unset or off.
 
         Accepted are ``1`` (the defaults), ``0`` (off) and a list of fields, for
-        instance ``sinks=8,recency=128``.
+        instance ``sinks=8,recency=128``; in a list ``rotating=0`` and the like switch
+        single targets off.
 
         Raises
         ------
         PolicyError
             Anything else; the message quotes the variable and the accepted form.
         """
-        value = (os.environ if environ is None else environ).get(VARIABLE, "")
-        word = value.strip().lower()
-        if word in OFF:
+        settings = _settings(os.environ if environ is None else environ)
+        if settings is None:
             return None
-        if word in _ON:
-            return cls()
-        try:
-            return cls(**_parse_counts(word, {field.name for field in fields(cls)}))
-        except PolicyError as error:
-            message = f'{VARIABLE}="{value}": {error}; accepted: {ACCEPTED}'
-            raise PolicyError(message) from None
+        return cls(**{n: number for n, number in settings.items() if n not in TARGETS})
 
     def fit(self, index_topk: int) -> SinkPolicy:
         """This policy inside ``index_topk`` slots: sinks stay, recency is clamped.
@@ -126,14 +122,40 @@ def parse_count(name: str, text: str) -> int:
     return int(text)
 
 
-def _parse_counts(text: str, names: set[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
+def switched_off(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The targets that ``MLX_SINKS`` excludes, as in ``rotating=0``."""
+    settings = _settings(os.environ if environ is None else environ) or {}
+    return tuple(name for name in TARGETS if not settings.get(name, True))
+
+
+def _settings(environ: Mapping[str, str]) -> dict[str, int] | None:
+    """What the variable says: counts, and targets as 0 or 1; ``None`` for off."""
+    value = environ.get(VARIABLE, "")
+    word = value.strip().lower()
+    if word in OFF:
+        return None
+    if word in _ON:
+        return {}
+    try:
+        return _parse(word)
+    except PolicyError as error:
+        message = f'{VARIABLE}="{value}": {error}; accepted: {ACCEPTED}'
+        raise PolicyError(message) from None
+
+
+def _parse(text: str) -> dict[str, int]:
+    settings: dict[str, int] = {}
+    known = [*(field.name for field in fields(SinkPolicy)), *TARGETS]
     for item in text.split(","):
-        name, _, number = (part.strip() for part in item.partition("="))
-        if name not in names:
-            known = " and ".join(sorted(names, reverse=True))
-            raise PolicyError(f"{name!r} is not a setting (known: {known})")
-        if name in counts:
+        name, _, value = (part.strip() for part in item.partition("="))
+        if name not in known:
+            raise PolicyError(f"{name!r} is not a setting (known: {', '.join(known)})")
+        if name in settings:
             raise PolicyError(f"{name} is given twice")
-        counts[name] = parse_count(name, number)
-    return counts
+        if name not in TARGETS:
+            settings[name] = parse_count(name, value)
+        elif value in _ON | (OFF - {""}):
+            settings[name] = int(value in _ON)
+        else:
+            raise PolicyError(f"{name} must be 0 or 1, not {value[:40]!r}")
+    return settings

@@ -76,7 +76,15 @@ def make(
         # mlx's CPU backend multiplies experts in float32 only.
         facts["first_k_dense_replace"] = facts["num_hidden_layers"]
     model = upstream.Model(upstream.ModelArgs.from_dict(facts))
-    # Upstream's initialisation gives logits so close together that noise decides.
+    _spread(model, dtype)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    mx.eval(model.parameters())
+    return model
+
+
+def _spread(model: nn.Module, dtype: mx.Dtype = mx.float32) -> None:
+    """Weights that set logits apart: with upstream's, noise would decide."""
     weights = [
         (name, (mx.random.normal(value.shape) / value.shape[-1] ** 0.5).astype(dtype))
         if value.ndim > 1
@@ -84,10 +92,6 @@ def make(
         for name, value in tree_flatten(model.parameters())
     ]
     model.load_weights(weights)
-    if bits is not None:
-        nn.quantize(model, group_size=32, bits=bits)
-    mx.eval(model.parameters())
-    return model
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -129,14 +133,18 @@ LLAMA = dict(
 )
 
 
-def make_llama() -> llama.Model:
-    """A model that selects nothing."""
-    return llama.Model(llama.ModelArgs.from_dict(LLAMA))
+def make_llama(seed: int = 0, **facts) -> llama.Model:
+    """A model that selects nothing; ``facts`` go before ``LLAMA``'s."""
+    mx.random.seed(seed)
+    model = llama.Model(llama.ModelArgs.from_dict({**LLAMA, **facts}))
+    _spread(model)
+    mx.eval(model.parameters())
+    return model
 
 
-def write_llama_folder(folder: Path) -> Path:
+def write_llama_folder(folder: Path, **facts) -> Path:
     """The same as a folder; returns ``folder``."""
-    return _write(folder, LLAMA, make_llama())
+    return _write(folder, {**LLAMA, **facts}, make_llama(**facts))
 
 
 def _write(folder: Path, facts: dict, model: nn.Module) -> Path:

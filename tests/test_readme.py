@@ -141,7 +141,7 @@ def test_the_line_on_standard_error_is_as_shown():
         r"\(mlx-sinks [\d.]+, mlx-lm [\d.]+, mlx [\d.]+\)"
     )
     assert re.fullmatch(pattern, shown)
-    (report,) = install()
+    (report,) = install(targets=["dsa"])
     assert re.fullmatch(pattern, str(report))
 
 

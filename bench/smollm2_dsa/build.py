@@ -85,6 +85,9 @@ def main() -> int:
         metavar="LAYER",
         help="with --indexers: layers whose indexer is random all the same",
     )
+    parser.add_argument(
+        "--plain", action="store_true", help="SmolLM2 as it is, without indexers"
+    )
     options = parser.parse_args()
     return run("build.py", lambda: build(**vars(options)))
 
@@ -96,6 +99,7 @@ def build(
     seed: int,
     indexers: Path | None = None,
     random_layers: Collection[int] = (),
+    plain: bool = False,
 ) -> None:
     """Write the folder ``out``; it appears whole or not at all."""
     console = Console(stderr=True)
@@ -107,27 +111,36 @@ def build(
             base = base_folder(source, Path(scratch, "base"), status.update)
             status.update(f"Writing {out} …")
             shutil.copytree(base, folder, copy_function=_link_weights)
-            shutil.copy(ARCHITECTURE, folder)
-            config = json.loads((base / "config.json").read_text())
-            # mlx-lm goes by model_file; the type is for transformers' tokenizer.
-            config.update(
-                model_type="llama",
-                model_file=ARCHITECTURE.name,
-                index_topk=index_topk,
-            )
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            mx.save_safetensors(
-                str(folder / INDEXER_WEIGHTS),
-                indexer_weights(config, seed, indexers, random_layers),
-                {"format": "mlx"},
-            )
+            if not plain:
+                add_indexers(folder, index_topk, seed, indexers, random_layers)
         if out.exists():
             _refuse_to_lose(out, folder)
             out.rename(Path(scratch, "old"))
         folder.rename(out)
     what = f"trained {indexers.stem}" if indexers else f"random seed {seed}"
-    console.print(
-        f"{out.name}: index_topk {index_topk}, indexers: {what}", highlight=False
+    said = "no indexers" if plain else f"index_topk {index_topk}, indexers: {what}"
+    console.print(f"{out.name}: {said}", highlight=False)
+
+
+def add_indexers(
+    folder: Path,
+    index_topk: int,
+    seed: int,
+    indexers: Path | None,
+    random_layers: Collection[int],
+) -> None:
+    """Turn a llama folder into one with DeepSeek Sparse Attention."""
+    shutil.copy(ARCHITECTURE, folder)
+    config = json.loads((folder / "config.json").read_text())
+    # mlx-lm goes by model_file; the type is for transformers' tokenizer.
+    config.update(
+        model_type="llama", model_file=ARCHITECTURE.name, index_topk=index_topk
+    )
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    mx.save_safetensors(
+        str(folder / INDEXER_WEIGHTS),
+        indexer_weights(config, seed, indexers, random_layers),
+        {"format": "mlx"},
     )
 
 

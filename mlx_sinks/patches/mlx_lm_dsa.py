@@ -7,6 +7,7 @@ Upstream file: ``mlx_lm/models/deepseek_v32.py``. ``glm_moe_dsa`` builds on the 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from packaging.version import Version
 from ..indexer import Dialect, indexer_forward
 from ..policy import SinkPolicy
 from ..selection import is_heard
+from .upstreams import replaced_by_others
 
 
 class DSAPatch:
@@ -29,6 +31,12 @@ class DSAPatch:
 
     def __init__(self):
         self._policy: SinkPolicy | None = None
+
+    def keeps(self, policy: SinkPolicy) -> str:
+        return str(policy)
+
+    def announce(self, say: Callable[[], None]) -> None:
+        say()
 
     def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
         upstream_call = module.Indexer.__call__
@@ -43,11 +51,8 @@ class DSAPatch:
         return hasattr(_call(module), "sinks_forward")
 
     def self_check(self, module: ModuleType, version: str) -> str | None:
-        call = module.Indexer.__call__
-        if call.__module__ != self.module or hasattr(call, "__wrapped__"):
-            code = getattr(call, "__code__", None)
-            place = f" in {code.co_filename}" if code else ""
-            return f"Indexer.__call__ is replaced by code of {call.__module__}{place}"
+        if reason := replaced_by_others(module.Indexer.__call__, self.module):
+            return reason
         with _random_state_kept():
             indexer = _small_indexer(module)
         ours = functools.partial(

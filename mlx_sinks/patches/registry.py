@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -18,14 +18,12 @@ import mlx.nn as nn
 from packaging.specifiers import SpecifierSet
 
 from .. import __version__
-from ..policy import OFF, SinkPolicy
+from ..policy import OFF, VARIABLE, SinkPolicy
 from .mlx_lm_dsa import DSAPatch
+from .mlx_lm_rotating import RotatingPatch
+from .upstreams import PatchError
 
 QUIET_VARIABLE = "MLX_SINKS_QUIET"
-
-
-class PatchError(RuntimeError):
-    """An upstream that can't be patched; it is left as it was."""
 
 
 class Patch(Protocol):
@@ -37,6 +35,12 @@ class Patch(Protocol):
     name: str
     module: str
     supported: str
+
+    def keeps(self, policy: SinkPolicy) -> str:
+        """What a policy keeps at this place, in words."""
+
+    def announce(self, say: Callable[[], None]) -> None:
+        """Say what is kept: now, or when it first matters."""
 
     def find(self, model: Any, module: ModuleType) -> list[Any]:
         """The parts of a model that this patch reaches."""
@@ -56,7 +60,9 @@ class Patch(Protocol):
         """Put upstream's own code back; nothing to do is not an error."""
 
 
-PATCHES: dict[str, Patch] = {patch.name: patch for patch in (DSAPatch(),)}
+PATCHES: dict[str, Patch] = {
+    patch.name: patch for patch in (DSAPatch(), RotatingPatch())
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ class PatchReport:
     versions: str
 
     def __str__(self):
-        return f"mlx-sinks: keeping {self.policy} in {self.module} ({self.versions})"
+        kept = PATCHES[self.target].keeps(self.policy)
+        return f"mlx-sinks: keeping {kept} in {self.module} ({self.versions})"
 
 
 @dataclass(frozen=True)
@@ -269,7 +276,7 @@ def _ask(
         _put(_Wish(owner, policy, names), first)
         reports = [_report(name, policy) for name in sorted(names)]
     for report in reports:
-        _say(str(report))
+        PATCHES[report.target].announce(functools.partial(_say, str(report)))
     return reports
 
 
@@ -325,7 +332,7 @@ def _refuse_unknown(patch: Patch, module: ModuleType, version: str) -> None:
         raise PatchError(
             f"can't patch {patch.module} of mlx-lm {version}: {reason}; upstream is "
             f"left as it is. Install a matching mlx-lm or mlx-sinks, or go on without "
-            f"(MLX_SINKS=0)"
+            f'({VARIABLE}="{patch.name}=0")'
         )
 
 

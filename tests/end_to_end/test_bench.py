@@ -174,7 +174,7 @@ def without_indexer(tmp_path_factory):
 )
 def test_a_model_that_cant_be_measured_gets_a_sentence(argv, without_indexer):
     for model, words in [
-        (without_indexer, ("indexer", "patches (known: dsa)")),
+        (without_indexer, ("indexer", "patches (known: dsa")),
         ("nowhere", ("can't load nowhere",)),
     ]:
         outcome = run(*argv, "--model", model, LD_PRELOAD="")

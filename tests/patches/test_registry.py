@@ -37,7 +37,7 @@ def test_install_and_uninstall_are_idempotent():
 
 
 def test_the_report_names_versions_and_policy(capsys):
-    (report,) = mlx_sinks.install(SinkPolicy(3, 5))
+    (report,) = mlx_sinks.install(SinkPolicy(3, 5), targets=["dsa"])
     assert report.target == "dsa"
     assert report.policy == SinkPolicy(3, 5)
     for part in (mlx_lm.__version__, mx.__version__, "3 sinks", "5 recent"):

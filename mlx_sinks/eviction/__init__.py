@@ -1,0 +1,1 @@
+"""Caches that drop keys on purpose, and never a sink."""

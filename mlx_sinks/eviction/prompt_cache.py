@@ -1,0 +1,165 @@
+"""A prompt cache whose plain layers have a window with sinks."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as upstream
+
+from .rotation import Rotation
+from .sink_cache import SinkCache
+from .window import Window
+
+POSITION_MODES = ("absolute", "local")
+
+
+def make_sink_cache(
+    model: nn.Module,
+    window: int,
+    *,
+    sinks: int = 4,
+    position_mode: str = "absolute",
+) -> list[Any]:
+    """A prompt cache that keeps the sinks and the newest tokens, a layer each.
+
+    For ``prompt_cache`` anywhere in mlx-lm. Source: Xiao et al. 2023, "Efficient
+    Streaming Language Models with Attention Sinks" (StreamingLLM).
+
+    Parameters
+    ----------
+    model : mlx.nn.Module
+        A model of mlx-lm.
+    window : int
+        Number of tokens kept, sinks included.
+    sinks : int, default=4
+        First tokens of the sequence, kept for good.
+    position_mode : str, default="absolute"
+        ``"absolute"``: keys keep the position that they were read at; nothing is ever
+        rotated. ``"local"``: distances are as if the kept tokens stood side by side,
+        and positions stay bounded on endless streams; the model reads two tokens to try
+        its own rope.
+
+    Returns
+    -------
+    list
+        A ``SinkCache`` for each layer with a plain ``KVCache`` of its own. Others
+        (sliding, recurrent, sparse) keep upstream's; a warning names them.
+
+    Raises
+    ------
+    ValueError
+        A window that can't be, an unknown mode, a model without a plain layer, or, in
+        ``local``, a rope whose rotations don't add up.
+    """
+    Window(window, sinks)
+    if position_mode not in POSITION_MODES:
+        known = " or ".join(map(repr, POSITION_MODES))
+        raise ValueError(f"position_mode must be {known}, not {position_mode!r}")
+    rotations: dict[int, Rotation | None] = {}
+    caches = upstream.make_prompt_cache(model)
+    plain = plain_layers(model, caches)
+    if not plain:
+        raise ValueError(
+            f"{type(model).__module__} has no layer for a window: "
+            f"{_kinds(caches, plain)}"
+        )
+    if position_mode == "local":
+        rotations = _rotations(model, plain)
+    for layer in plain:
+        caches[layer] = SinkCache(window, sinks, rotations.get(layer))
+    warn_of_others(caches, plain)
+    return caches
+
+
+def plain_layers(model: nn.Module, caches: list[Any]) -> list[int]:
+    """Layers whose cache is a plain one that no other layer reads."""
+    if len(caches) != len(model.layers):
+        return []
+    return [n for n, cache in enumerate(caches) if type(cache) is upstream.KVCache]
+
+
+def warn_of_others(caches: list[Any], plain: list[int]) -> None:
+    """Say which layers keep a cache of another kind."""
+    if len(plain) < len(caches):
+        warnings.warn(
+            f"the window reaches {len(plain)} of {len(caches)} layers; the others keep "
+            f"upstream's cache: {_kinds(caches, plain)}",
+            stacklevel=3,
+        )
+
+
+def _kinds(caches: list[Any], plain: list[int]) -> str:
+    others = [type(c).__name__ for n, c in enumerate(caches) if n not in plain]
+    counts = [f"{count} {name}" for name, count in Counter(others).items()]
+    if "KVCache" in others:
+        return f"{', '.join(counts)}, which several layers share"
+    return ", ".join(counts)
+
+
+class _Ear(upstream._BaseCache):
+    """Hears a layer's keys at an offset, of one token that sees itself alone."""
+
+    def __init__(self, offset: int):
+        self.offset = offset
+        self.keys = None
+
+    def update_and_fetch(self, keys, values):
+        self.keys = keys
+        return keys, values
+
+    def make_mask(self, *arguments: Any, **named: Any) -> None:
+        return None
+
+
+def _rotations(model: nn.Module, plain: list[int]) -> dict[int, Rotation | None]:
+    """How each plain layer's rope moves keys, tried on the model itself.
+
+    A token that sees itself alone gives the same hidden states wherever it stands, so
+    that its keys at two offsets differ by the rotation alone.
+    """
+    far = 1000
+    here, there = (_heard(model, plain, offset) for offset in (0, far))
+    rotations: dict[int, Rotation | None] = {}
+    for layer in plain:
+        if mx.array_equal(here[layer], there[layer]).item():
+            rotations[layer] = None  # a layer without positions
+            continue
+        parts = model.layers[layer].modules()
+        ropes = {type(p): p for p in parts if _is_rope(type(p).__name__)}
+        for rotation in map(Rotation.of, ropes.values()):
+            if _close(rotation.turn(here[layer], [far]), there[layer]):
+                rotations[layer] = rotation
+                break
+        else:
+            names = (
+                " and ".join(kind.__name__ for kind in ropes) or "no rope found there"
+            )
+            raise ValueError(
+                f"position_mode='local' can't move the keys of layer {layer} of "
+                f"{type(model).__module__}: {names} doesn't account for their "
+                "positions; use 'absolute'"
+            )
+    return rotations
+
+
+def _heard(model: nn.Module, plain: list[int], offset: int) -> dict[int, mx.array]:
+    caches = upstream.make_prompt_cache(model)
+    for layer in plain:
+        caches[layer] = _Ear(offset)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    return {layer: caches[layer].keys for layer in plain}
+
+
+def _is_rope(name: str) -> bool:
+    return any(word in name.lower() for word in ("rope", "rotary"))
+
+
+def _close(expected: mx.array, keys: mx.array) -> bool:
+    """Up to the rounding of the keys' dtype and of the angle."""
+    expected, keys = (array.astype(mx.float32) for array in (expected, keys))
+    error = mx.linalg.norm(expected - keys) / mx.linalg.norm(keys)
+    return error.item() < 0.02

@@ -1,0 +1,518 @@
+"""A key-value cache that evicts the oldest tokens, and never a sink."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models import cache as upstream
+
+from .rotation import Rotation
+from .window import EMPTY, Window
+
+# Positions that a sequence reaches before ``local`` counts from its start again: there
+# float32 holds angles to 1e-3, and a window is rotated rarely.
+REBASE_AT = 16_384
+
+
+class SinkCache(upstream._BaseCache):
+    """One layer's keys and values of the sinks and of the newest tokens.
+
+    For one sequence; ``merge`` makes a ``BatchSinkCache`` of several. The query at
+    position ``p`` sees the first ``sinks`` tokens and the ``window - sinks`` newest up
+    to itself, however the tokens are cut into calls. Source: Xiao et al. 2023,
+    "Efficient Streaming Language Models with Attention Sinks" (StreamingLLM).
+
+    With a ``rotation`` (``position_mode="local"``) distances are as if the kept tokens
+    stood side by side: before each step's attention the sinks are moved by the number
+    of evicted tokens, from their original keys. All rows of a step share one place of
+    the sinks, the last row's. Without (``"absolute"``) nothing is ever rotated.
+
+    Parameters
+    ----------
+    window : int
+        Number of tokens kept, sinks included.
+    sinks : int, default=4
+        First tokens of the sequence, kept for good.
+    rotation : Rotation, optional
+        That of the layer's rope.
+
+    Attributes
+    ----------
+    offset : int
+        Position of the next token for the layer's rope; in ``absolute`` the number of
+        tokens seen.
+    evictions : int
+        Number of tokens evicted so far.
+    rotations : int
+        Number of keys rotated so far, by heads and layers not multiplied.
+    """
+
+    step = 256
+
+    def __init__(self, window: int, sinks: int = 4, rotation: Rotation | None = None):
+        self._start(Window(window, sinks), rotation, [0])
+
+    def _start(self, window: Window, rotation: Rotation | None, seen: list[int]):
+        self.window = window
+        self.rotation = rotation
+        self.rotations = 0
+        self.keys = self.values = None
+        # For each sequence: tokens seen, padding on the left counted below zero, and
+        # how far rebases have moved its positions.
+        self._seen = seen
+        self._moved = [0] * len(seen)
+        # The sinks' keys as the model rotated them, once something was evicted.
+        self._originals = None
+        # Where the real tokens of right-padded prompts end, while they are fed.
+        self._ends = None
+
+    @property
+    def offset(self) -> int:
+        return self._seen[0] - self._moved[0]
+
+    @property
+    def evictions(self) -> int:
+        return sum(map(self.window.evicted, self._seen))
+
+    def size(self) -> int:
+        return min(max(self._seen), self.window.size)
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.keys, self.values, self._originals)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @classmethod
+    def of(
+        cls, window: int, sinks: int, seen: int, keys: mx.array, values: mx.array
+    ) -> SinkCache:
+        """A cache that goes on from another's keys and values.
+
+        Parameters
+        ----------
+        window, sinks, seen : int
+            Tokens kept, kept for good, and seen so far.
+        keys, values : mx.array, shape (1, H, T, D)
+            In order of time: the sinks, then the newest tokens. What exceeds ``window``
+            is cut.
+        """
+        cache = cls(window, sinks)
+        cache._seen = [seen]
+        positions = cache.window.held([seen], cache._held_columns())
+        from_end = keys.shape[2] - seen + positions
+        source = _rows(np.where(positions < sinks, positions, from_end))
+        cache.keys = mx.take_along_axis(keys, source, axis=2)
+        cache.values = mx.take_along_axis(values, source, axis=2)
+        return cache
+
+    def in_order(self) -> tuple[mx.array, mx.array]:
+        """The keys and values held, (1, H, T, D) each, in order of time."""
+        positions = self.window.held(self._seen, self._held_columns())
+        order = _rows(np.argsort(positions))
+        return (
+            mx.take_along_axis(self.keys, order, axis=2),
+            mx.take_along_axis(self.values, order, axis=2),
+        )
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Take a step's keys and values in; what its queries attend to.
+
+        Parameters
+        ----------
+        keys, values : mx.array, shape (B, H, L, D)
+            Of the new tokens.
+
+        Returns
+        -------
+        tuple of mx.array, shape (B, H, T, D)
+            In the order of ``make_mask(L)``'s columns, which isn't that of time.
+        """
+        L = keys.shape[2]
+        if L == 0 and self.keys is None:
+            return keys, values
+        update = self._append if self._fits(L) else self._replace
+        fetched = update(keys, values)
+        self._seen = [seen + L for seen in self._seen]
+        self._rebase()
+        return fetched
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        """What each of the next ``N`` queries sees of what the update will return.
+
+        ``window_size`` is the model's own sliding window: it narrows what is recent.
+
+        Returns
+        -------
+        mx.array of bool, shape (N, T), or "causal", or None
+            True where a query sees a column; ``None`` where each sees all.
+        """
+        if self._fits(N) and not self.window.narrowed_by(window_size):
+            if N == 1:
+                return None
+            if not return_array:
+                return "causal"
+        return self._visible(N, window_size)[0, 0]
+
+    def _fits(self, L: int) -> bool:
+        """Whether L new tokens fit into columns that no query of theirs needs."""
+        alone = L == 1 or max(self._seen) + L <= self.window.size
+        return alone and self._ends is None and min(self._seen) >= 0
+
+    def _held_columns(self, L: int = 0) -> int:
+        ends = self._ends_after(L)
+        return min(max(0, *ends), self.window.size)
+
+    def _ends_after(self, L: int) -> list[int]:
+        """Tokens of each sequence after a step, what pads it on the right left out."""
+        after = [seen + L for seen in self._seen]
+        return after if self._ends is None else list(map(min, after, self._ends))
+
+    def _visible(self, L: int, window_size: int | None) -> mx.array:
+        step = np.array(self._seen)[:, None] + np.arange(L)
+        if self._fits(L):
+            held = self.window.held(self._ends_after(L), self._held_columns(L))
+            return self.window.visible(held, step, window_size)
+        new, queries = np.where(step < 0, EMPTY, step), step
+        if self._ends is not None:
+            ends = np.array(self._ends)[:, None]
+            new = np.where(step < ends, new, EMPTY)
+            # Queries of padding see what the last real one sees: a row of nothing
+            # would make NaNs of their values.
+            queries = np.minimum(step, ends - 1)
+        held = self.window.held(self._ends_after(0), self._held_columns())
+        keys = np.concatenate([held, new], axis=1)
+        return self.window.visible(keys, queries, window_size)
+
+    def _append(self, keys, values):
+        """Put a step's tokens into their columns."""
+        L, ends = keys.shape[2], self._ends_after(keys.shape[2])
+        columns = [
+            [self.window.column(seen + number) for number in range(L)]
+            for seen in self._seen
+        ]
+        self._grow(keys, values, 1 + max(max(row, default=-1) for row in columns))
+        where = _rows(columns)
+        self.values = mx.put_along_axis(self.values, where, values, axis=2)
+        if sinks := self._sinks_to_move(ends):
+            moved = self._move_sinks(self.keys[..., :sinks, :], ends)
+            keys = mx.concatenate([moved, keys], axis=2)
+            where = _rows([[*range(sinks), *row] for row in columns])
+        self.keys = mx.put_along_axis(self.keys, where, keys, axis=2)
+        held = self._held_columns(L)
+        if held == self.keys.shape[2]:
+            return self.keys, self.values
+        return self.keys[..., :held, :], self.values[..., :held, :]
+
+    def _grow(self, keys, values, columns: int) -> None:
+        missing = columns - (0 if self.keys is None else self.keys.shape[2])
+        if self.keys is not None and missing <= 0:
+            return
+        room = self.window.size - columns
+        extra = max(missing, 0) + min(room, -columns % self.step)
+
+        def grown(held, new):
+            B, H, _, D = new.shape
+            free = mx.zeros((B, H, extra, D), new.dtype)
+            return free if held is None else mx.concatenate([held, free], axis=2)
+
+        self.keys, self.values = grown(self.keys, keys), grown(self.values, values)
+
+    def _replace(self, keys, values):
+        """Attend to what was held and to all of the step; then hold what is left."""
+        L, ends = keys.shape[2], self._ends_after(keys.shape[2])
+        held = 0
+        if self.keys is not None:
+            held = self._held_columns()
+            keys = mx.concatenate([self.keys[..., :held, :], keys], axis=2)
+            values = mx.concatenate([self.values[..., :held, :], values], axis=2)
+        T, seen = keys.shape[2], np.array(self._seen)[:, None]
+
+        def places(positions):
+            """Columns of keys where tokens lie now; any at all for no token."""
+            new = held + positions - seen
+            old = np.where(positions < self.window.sinks, positions, columns)
+            return np.clip(np.where(positions >= seen, new, old), 0, max(T - 1, 0))
+
+        columns = np.arange(self._held_columns(L))
+        source = places(self.window.held(ends, len(columns)))
+        if sinks := self._sinks_to_move(ends):
+            columns = np.arange(sinks)
+            where = _rows(places(columns[None]))
+            moved = self._move_sinks(mx.take_along_axis(keys, where, axis=2), ends)
+            keys = mx.put_along_axis(keys, where, moved, axis=2)
+        self.keys, self.values = (
+            mx.take_along_axis(array, _rows(source), axis=2) for array in (keys, values)
+        )
+        return keys, values
+
+    def _sinks_to_move(self, ends: list[int]) -> int:
+        """How many sinks move in a step: none in ``absolute``, and before evictions."""
+        return (
+            self.window.sinks if self.rotation and max(ends) > self.window.size else 0
+        )
+
+    def _move_sinks(self, held: mx.array, ends: list[int]) -> mx.array:
+        """The sinks where they stand after a step, from how the model rotated them."""
+        fresh = [seen <= self.window.size for seen in self._seen]
+        if self._originals is None:
+            # Not a view, which would keep the whole buffer alive.
+            self._originals = mx.contiguous(held)
+        elif any(fresh):
+            which = mx.array(fresh).reshape(-1, 1, 1, 1)
+            self._originals = mx.where(which, held, self._originals)
+        places = [self.window.evicted(end) for end in ends]
+        moves = [place - moved for place, moved in zip(places, self._moved)]
+        self.rotations += self.window.sinks * sum(map(bool, moves))
+        return self.rotation.turn(self._originals, moves)
+
+    def _rebase(self) -> None:
+        """Put sequences that have come far back to where StreamingLLM has them."""
+        limit = max(REBASE_AT, 2 * self.window.size)
+        if self.rotation is None or self._ends is not None:
+            return
+        moves = [
+            self.window.evicted(seen) - moved if seen - moved >= limit else 0
+            for seen, moved in zip(self._seen, self._moved)
+        ]
+        if not any(moves):
+            return
+        self.keys = self.rotation.turn(self.keys, [-move for move in moves])
+        self.rotations += self.window.size * sum(map(bool, moves))
+        self._moved = [moved + move for moved, move in zip(self._moved, moves)]
+
+    def is_trimmable(self) -> bool:
+        """Whether any number of tokens can be trimmed: as long as none is evicted."""
+        return self._ends is None and max(self._seen) <= self.window.size
+
+    def trim(self, n: int) -> int:
+        """Forget the newest ``n`` tokens; returns how many those were.
+
+        Raises
+        ------
+        ValueError
+            Something was evicted: what an earlier query would see is no longer held.
+        """
+        n = min(n, max(0, *self._seen))
+        if n > 0 and not self.is_trimmable():
+            raise ValueError(
+                f"can't trim {n} tokens: {self.evictions} were evicted, and the window "
+                f"of {self.window.size} would have to hold them again; prefill anew"
+            )
+        n = max(n, 0)
+        self._seen = [seen - n for seen in self._seen]
+        return n
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4):
+        raise ValueError(
+            f"a {type(self).__name__} can't be quantised: leave kv_bits out, or use a "
+            "cache without a window"
+        )
+
+    def _refuse_another_kind(self, other: SinkCache) -> None:
+        kinds = [(c.window, c.rotation is None) for c in (self, other)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                "only caches with the same window, sinks and position mode make a batch"
+            )
+
+    @property
+    def state(self):
+        rotation = self.rotation
+        numbers = [
+            self.window.size,
+            self.window.sinks,
+            0 if rotation is None else 1 + rotation.traditional,
+            self.rotations,
+            *self._seen,
+            *self._moved,
+        ]
+        state = [mx.array(numbers)]
+        if rotation is not None:
+            state.append(rotation.freqs)
+        if self.keys is not None:
+            held = self._held_columns()
+            state += [self.keys[..., :held, :], self.values[..., :held, :]]
+        if self._originals is not None:
+            state.append(self._originals)
+        return state
+
+    @state.setter
+    def state(self, state):
+        numbers, *arrays = state
+        size, sinks, kind, rotations, *each = numbers.tolist()
+        rotation = Rotation(arrays.pop(0), kind == 2) if kind else None
+        self._start(Window(size, sinks), rotation, each[: len(each) // 2])
+        self._moved = each[len(each) // 2 :]
+        self.rotations = rotations
+        if arrays:
+            self.keys, self.values, *originals = arrays
+            self._originals = originals[0] if originals else None
+
+    @classmethod
+    def from_state(cls, state, meta_state=None):
+        """As upstream's; mlx-lm 0.31 gives a ``meta_state``, which is always empty."""
+        cache = cls.__new__(cls)
+        cache.state = state
+        return cache
+
+    @classmethod
+    def merge(cls, caches: list[SinkCache]) -> BatchSinkCache:
+        """One cache of several sequences."""
+        return BatchSinkCache.merge(caches)
+
+
+class BatchSinkCache(SinkCache):
+    """The same for a batch, each sequence with its own sinks and its own evictions.
+
+    Sequences lie left-aligned, each token in its own sequence's column, whatever pads
+    the prompts on either side: padding is never held.
+    """
+
+    def __init__(
+        self,
+        window: int,
+        sinks: int = 4,
+        rotation: Rotation | None = None,
+        batch_size: int = 1,
+    ):
+        self._start(Window(window, sinks), rotation, [0] * batch_size)
+
+    @property
+    def offset(self) -> mx.array:
+        """(B,): positions of the next tokens for the layer's rope."""
+        return mx.array([s - m for s, m in zip(self._seen, self._moved)])
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | None:
+        """As ``SinkCache.make_mask``; an array has the shape (B, 1, N, T)."""
+        if N == 1 and self._fits(1) and not self.window.narrowed_by(window_size):
+            after = [min(seen + 1, self.window.size) for seen in self._seen]
+            if min(after) == max(after):
+                return None
+        return self._visible(N, window_size)
+
+    def prepare(self, *, left_padding=None, lengths=None, right_padding=None) -> None:
+        """Announce how the prompts to come are padded, as ``BatchKVCache.prepare``."""
+        if left_padding is not None:
+            if self.keys is not None:
+                raise ValueError("padding on the left goes before a sequence's start")
+            padding = _integers(left_padding)
+            self._seen = [seen - pad for seen, pad in zip(self._seen, padding)]
+        if right_padding is not None and max(_integers(right_padding)) > 0:
+            lengths = _integers(lengths)
+            self._ends = [seen + n for seen, n in zip(self._seen, lengths)]
+
+    def finalize(self) -> None:
+        """The prompts' padding on the right is over."""
+        self._seen = self._ends_after(0)
+        self._ends = None
+        self._rebase()
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep these sequences only, in this order."""
+        kept = _integers(batch_indices)
+
+        def chosen(rows):
+            return rows and [rows[index] for index in kept]
+
+        self._seen, self._moved, self._ends = map(
+            chosen, (self._seen, self._moved, self._ends)
+        )
+        self.keys, self.values, self._originals = (
+            array if array is None else array[mx.array(kept)] for array in _arrays(self)
+        )
+
+    def extend(self, other: BatchSinkCache) -> None:
+        """Add another batch's sequences after these."""
+        self._refuse_another_kind(other)
+        if self._ends is not None or other._ends is not None:
+            raise ValueError("finalize() has to come before extend()")
+        arrays = zip(_arrays(self), _arrays(other))
+        self.keys, self.values, self._originals = (
+            _stacked(pair, [len(self._seen), len(other._seen)]) for pair in arrays
+        )
+        self._seen = self._seen + other._seen
+        self._moved = self._moved + other._moved
+        self.rotations += other.rotations
+
+    def extract(self, index: int) -> SinkCache:
+        """One sequence, as the cache that it would have had alone."""
+        cache = SinkCache(self.window.size, self.window.sinks, self.rotation)
+        cache._seen = [max(0, self._ends_after(0)[index])]
+        cache._moved = [self._moved[index]]
+        held = cache._held_columns()
+        rows = slice(index, index + 1)
+        if held:
+            cache.keys = mx.contiguous(self.keys[rows, :, :held])
+            cache.values = mx.contiguous(self.values[rows, :, :held])
+        if cache.evictions and self._originals is not None:
+            cache._originals = self._originals[rows]
+        return cache
+
+    @classmethod
+    def merge(cls, caches: list[SinkCache]) -> BatchSinkCache:
+        """One cache of several sequences.
+
+        Raises
+        ------
+        ValueError
+            Different windows, sinks or position modes.
+        """
+        first = caches[0]
+        for other in caches:
+            first._refuse_another_kind(other)
+            if other.keys is not None and other.keys.shape[0] > 1:
+                raise ValueError("a SinkCache that holds several rows can't be merged")
+        batch = cls.__new__(cls)
+        batch._start(first.window, first.rotation, [n for c in caches for n in c._seen])
+        batch._moved = [moved for c in caches for moved in c._moved]
+        batch.rotations = sum(cache.rotations for cache in caches)
+        arrays = zip(*map(_arrays, caches))
+        batch.keys, batch.values, batch._originals = (
+            _stacked(rows, [1] * len(caches)) for rows in arrays
+        )
+        return batch
+
+
+def _rows(columns) -> mx.array:
+    """Columns of each sequence as an index of keys, (B, 1, columns, 1)."""
+    return mx.array(np.array(columns, np.int32))[:, None, :, None]
+
+
+def _integers(numbers: Any) -> list[int]:
+    return numbers.tolist() if isinstance(numbers, mx.array) else list(numbers)
+
+
+def _arrays(cache: SinkCache) -> tuple[mx.array | None, ...]:
+    return cache.keys, cache.values, cache._originals
+
+
+def _stacked(rows: list[mx.array | None], sizes: list[int]) -> mx.array | None:
+    """Arrays of sequences one below the other, with as many columns as the longest."""
+    known = [array for array in rows if array is not None]
+    if not known:
+        return None
+    _, H, _, D = known[0].shape
+    T = max(array.shape[2] for array in known)
+    padded = [
+        mx.zeros((size, H, T, D), known[0].dtype)
+        if array is None
+        else mx.pad(array, [(0, 0), (0, 0), (0, T - array.shape[2]), (0, 0)])
+        for array, size in zip(rows, sizes)
+    ]
+    return mx.concatenate(padded, axis=0)
+
+
+# upstream.load_prompt_cache looks its classes up by name among that module's own.
+for _kind in (SinkCache, BatchSinkCache):
+    vars(upstream).setdefault(_kind.__name__, _kind)

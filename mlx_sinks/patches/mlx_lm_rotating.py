@@ -1,0 +1,261 @@
+"""Target ``rotating``: windows that keep first tokens, in mlx-lm's rotating caches.
+
+Upstream file: ``mlx_lm/models/cache.py``. ``RotatingKVCache(max_size, keep)`` holds the
+first ``keep`` tokens, but its mask hides them in steps of several tokens, its batches
+lose them, and ``make_prompt_cache(model, max_kv_size)`` overlooks the size where a
+model has a ``make_cache``. Caches without ``keep``, such as those of a model's own
+sliding layers, are left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..eviction.prompt_cache import plain_layers, warn_of_others
+from ..eviction.sink_cache import BatchSinkCache, SinkCache
+from ..eviction.window import Window
+from ..policy import VARIABLE, PolicyError, SinkPolicy
+from .upstreams import replaced_by_others
+
+WITHOUT = f'{VARIABLE}="rotating=0" goes back to upstream\'s windows'
+METHODS = ("make_mask", "merge", "to_quantized")
+
+
+class RotatingPatch:
+    """Replaces what loses the ``keep`` first tokens of ``RotatingKVCache``."""
+
+    name = "rotating"
+    module = "mlx_lm.models.cache"
+    supported = ">=0.31.3,<0.33"
+
+    def __init__(self):
+        self._policy: SinkPolicy | None = None
+        self._say: Callable[[], None] = lambda: None
+
+    def keeps(self, policy: SinkPolicy) -> str:
+        return f"{policy.sinks} sinks of rotating windows"
+
+    def announce(self, say: Callable[[], None]) -> None:
+        self._say = say  # every program has the module, few make a window
+
+    def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
+        return []  # caches are made for each text; a model has none
+
+    def is_on(self, module: ModuleType) -> bool:
+        return hasattr(module.RotatingKVCache.make_mask, "sinks_upstream")
+
+    def self_check(self, module: ModuleType, version: str) -> str | None:
+        upstream = module.RotatingKVCache
+        for function in (
+            *(getattr(upstream, name) for name in METHODS),
+            _maker(module),
+        ):
+            if reason := replaced_by_others(function, self.module):
+                return reason
+        window = Window(size=6, sinks=2)
+        for cuts in _CUTS:
+            cache, fed = upstream(max_size=window.size, keep=window.sinks), 0
+            for N in cuts:
+                mask = rotating_mask(cache, N)
+                seen = _seen_by_each(cache, _numbered(fed, N), mask)
+                fed += N
+                if seen != _expected(window, fed, N):
+                    return f"a RotatingKVCache holds its tokens otherwise, after {cuts}"
+            again = RotatingSinkBatch.merge([cache]).extract(0)
+            for each in (cache, again):
+                if _seen_by_each(each, _numbered(fed, 1), None) != _expected(
+                    window, fed + 1, 1
+                ):
+                    return f"a RotatingKVCache differs after a batch, after {cuts}"
+        model = SimpleNamespace(layers=[None])
+        (made,) = _maker(module)(model, window.size)
+        if type(made) is not upstream or made.max_size != window.size:
+            return "make_prompt_cache makes another cache than a RotatingKVCache"
+        return None
+
+    def install(
+        self, module: ModuleType, version: str, policy: SinkPolicy | None
+    ) -> None:
+        self._policy = policy
+        if self.is_on(module):
+            return
+        cls = module.RotatingKVCache
+        cls.make_mask = self._instead_of(cls.make_mask, self._make_mask)
+        cls.to_quantized = self._instead_of(cls.to_quantized, self._to_quantized)
+        cls.merge = classmethod(self._instead_of(cls.merge.__func__, self._merge))
+        maker = _maker(module)
+        _rebind(maker, self._instead_of(maker, self._make_prompt_cache))
+
+    def uninstall(self, module: ModuleType) -> None:
+        # Somebody may have wrapped ours since: then it stays, passing through.
+        self._policy = None
+        cls = module.RotatingKVCache
+        for name in METHODS:
+            function = getattr(cls, name)
+            function = getattr(function, "__func__", function)
+            if upstream := _upstream_of(function):
+                setattr(
+                    cls, name, classmethod(upstream) if name == "merge" else upstream
+                )
+        if upstream := _upstream_of(_maker(module)):
+            _rebind(_maker(module), upstream)
+
+    def _instead_of(self, upstream: Callable, ours: Callable) -> Callable:
+        """``ours(upstream, …)`` while a policy is in force, upstream otherwise."""
+
+        @functools.wraps(upstream)
+        def function(*arguments, **named):
+            if self._policy is None:
+                return upstream(*arguments, **named)
+            return ours(upstream, *arguments, **named)
+
+        function.sinks_upstream = function, upstream
+        return function
+
+    def _make_mask(self, upstream, cache, N, window_size=None, return_array=False):
+        if not cache.keep:
+            return upstream(cache, N, window_size, return_array)
+        self._say()
+        return rotating_mask(cache, N, window_size, return_array)
+
+    def _merge(self, upstream, cls, caches):
+        if not any(cache.keep for cache in caches):
+            return upstream(cls, caches)
+        self._say()
+        return RotatingSinkBatch.merge(caches)
+
+    def _to_quantized(self, upstream, cache, *arguments, **named):
+        if not cache.keep:
+            return upstream(cache, *arguments, **named)
+        raise PolicyError(
+            "mlx-lm can't quantise a rotating window: leave out kv_bits or max_kv_size "
+            f"({WITHOUT})"
+        )
+
+    def _make_prompt_cache(self, upstream, model, max_kv_size=None):
+        if max_kv_size is None:
+            return upstream(model)
+        try:
+            window = Window(max_kv_size, self._policy.sinks)
+        except ValueError as error:
+            reason = str(error).replace("window", "max_kv_size")
+            raise PolicyError(
+                f'{reason} (sinks: {VARIABLE}="sinks=N"; {WITHOUT})'
+            ) from None
+        self._say()
+        caches = upstream(model)
+        plain = plain_layers(model, caches)
+        for layer in plain:
+            caches[layer] = sys.modules[self.module].RotatingKVCache(
+                max_size=window.size, keep=window.sinks
+            )
+        warn_of_others(caches, plain)
+        return caches
+
+
+class RotatingSinkBatch(BatchSinkCache):
+    """Several ``RotatingKVCache``s side by side, each with its own first tokens."""
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> RotatingSinkBatch:
+        """One cache of several sequences."""
+        return super().merge([_as_sink_cache(cache) for cache in caches])
+
+    def extract(self, index: int) -> Any:
+        """One sequence, as upstream's own cache."""
+        held = super().extract(index)
+        cache = sys.modules[RotatingPatch.module].RotatingKVCache(
+            max_size=held.window.size, keep=held.window.sinks
+        )
+        if not held.empty():
+            cache.keys, cache.values = held.in_order()
+            cache.offset, cache._idx = held.offset, held.size()
+        return cache
+
+
+def rotating_mask(
+    cache: Any, N: int, window_size: int | None = None, return_array: bool = False
+) -> mx.array | str | None:
+    """``RotatingKVCache.make_mask`` with the first ``keep`` tokens in sight.
+
+    The query at position ``p`` sees them and the ``max_size - keep`` newest tokens up
+    to itself, as in upstream's decode; ``window_size``, the model's own sliding window,
+    narrows what is recent.
+    """
+    window, seen = Window(cache.max_size, cache.keep), cache.offset
+    narrow = window.narrowed_by(window_size)
+    if N == 1:
+        if not narrow or seen < window_size:
+            return None
+        columns = np.arange(min(seen + 1, window.size))
+        newest = cache._idx if seen < window.size else max(cache._idx, window.sinks)
+        if newest >= window.size:
+            newest = window.sinks
+        positions = seen - (newest - columns) % window.recent
+    else:
+        # A step's tokens follow at most max_size - 1 earlier ones, in order of time.
+        held = min(seen, window.size - 1)
+        if held + N <= window.size and not (narrow or return_array):
+            return "causal"
+        columns = np.arange(held + N)
+        positions = columns + seen - held
+    positions = np.where(columns < window.sinks, columns, positions)
+    queries = np.arange(seen, seen + N)
+    return window.visible(positions[None], queries[None], window_size)[0, 0]
+
+
+def _as_sink_cache(cache: Any) -> SinkCache:
+    if cache.keys is None:
+        return SinkCache(cache.max_size, cache.keep)
+    keys, values = map(cache._temporal_order, (cache.keys, cache.values))
+    return SinkCache.of(cache.max_size, cache.keep, cache.offset, keys, values)
+
+
+def _maker(module: ModuleType) -> Callable:
+    return module.make_prompt_cache
+
+
+def _rebind(function: Callable, other: Callable) -> None:
+    """Replace a function wherever a module has it by that name."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get(function.__name__) is function:
+            setattr(module, function.__name__, other)
+
+
+def _upstream_of(function: Callable) -> Callable | None:
+    """What one of ours replaces; ``None`` for any other, a wrapper of ours included."""
+    ours, upstream = getattr(function, "sinks_upstream", (None, None))
+    return upstream if ours is function else None
+
+
+# How the self-check feeds a window of six: tokens a call.
+_CUTS = ((3,), (4, 2), (9,), (4, 5, 1, 3), (1,) * 9, (9, 1, 4, 1, 1))
+
+
+def _numbered(first: int, N: int) -> mx.array:
+    """Keys that are their own positions."""
+    return mx.arange(first, first + N).astype(mx.float32).reshape(1, 1, N, 1)
+
+
+def _seen_by_each(cache: Any, keys: mx.array, mask: Any) -> list[set[int]]:
+    """The positions that each query of a step sees."""
+    N, held = keys.shape[2], np.array(cache.update_and_fetch(keys, keys)[0]).ravel()
+    if mask is None or isinstance(mask, str):
+        mask = np.tri(N, held.size, held.size - N, dtype=bool)
+    return [set(held[row].astype(int)) for row in np.array(mask)]
+
+
+def _expected(window: Window, fed: int, N: int) -> list[set[int]]:
+    return [
+        {p for p in range(q + 1) if p < window.sinks or q - p < window.recent}
+        for q in range(fed - N, fed)
+    ]

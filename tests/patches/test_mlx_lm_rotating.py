@@ -1,0 +1,386 @@
+"""Rotating caches under the patch: who sees which token, alone and in batches."""
+
+import importlib
+import sys
+import time
+import warnings
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import cache as upstream
+from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
+
+import mlx_sinks
+import small_models
+import window_oracle
+from mlx_sinks import PatchError, PolicyError, SinkPolicy
+from mlx_sinks.patches.registry import PATCHES
+
+NOISE = dict(rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def on():
+    mlx_sinks.install(SinkPolicy(sinks=3), targets=["rotating"])
+
+
+def numbered(starts, N):
+    """Keys of several sequences that are their own positions, plus 1000 a sequence."""
+    rows = [1000 * b + start + np.arange(N) for b, start in enumerate(starts)]
+    return mx.array(np.array(rows, np.float32)[:, None, :, None])
+
+
+def seen_in(cache, keys, window_size=None, return_array=False):
+    """For each sequence and query of a step the keys that it sees."""
+    B, _, N, _ = keys.shape
+    mask = cache.make_mask(N, window_size, return_array)
+    held = np.array(cache.update_and_fetch(keys, keys)[0])[:, 0, :, 0].astype(int)
+    shown = np.broadcast_to(
+        window_oracle.shown(mask, N, held.shape[1]), (B, 1, N, held.shape[1])
+    )
+    return [[set(held[b][row]) for row in shown[b, 0]] for b in range(B)]
+
+
+def expected(start, N, window, keep, row=0):
+    shown = window_oracle.visible(start + N, window, keep)[start:]
+    return [{1000 * row + p for p in np.flatnonzero(line)} for line in shown]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_each_query_sees_the_kept_and_the_newest(data):
+    window = data.draw(st.integers(2, 24))
+    keep = data.draw(st.integers(1, window - 1))
+    cuts = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+    with mlx_sinks.patched(targets=["rotating"]):
+        cache, start = RotatingKVCache(window, keep=keep), 0
+        for N in cuts:
+            narrow = data.draw(st.none() | st.integers(1, window))
+            array = data.draw(st.booleans())
+            (seen,) = seen_in(cache, numbered([start], N), narrow, array)
+            limit = 10**6 if narrow in (None, window) else narrow
+            assert seen == expected(start, N, window, keep, window_size=limit)
+            start += N
+
+
+def test_stock_hides_them():
+    """What the patch is for, in the releases that it is for."""
+    cache = RotatingKVCache(8, keep=3)
+    (seen,) = seen_in(cache, numbered([0], 20))
+    assert seen != expected(0, 20, 8, 3)
+    assert not any({0, 1, 2} & row for row in seen[10:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_ragged_batches_of_any_history(data):
+    """merge, extend, filter, extract, padding on the right, decode: as each alone."""
+    window = data.draw(st.integers(2, 12))
+    keep = data.draw(st.integers(1, window - 1))
+
+    def alone():
+        lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=3))
+        return lengths, [RotatingKVCache(window, keep=keep) for _ in lengths]
+
+    def merged(first):
+        lengths, caches = alone()
+        for row, (length, cache) in enumerate(zip(lengths, caches), first):
+            if length:
+                cut = data.draw(st.integers(0, length - 1))
+                for start, stop in ((0, cut), (cut, length)):
+                    if stop > start:
+                        keys = numbered([start], stop - start) + 1000 * row
+                        cache.update_and_fetch(keys, keys)
+        rows = [[row, length] for row, length in enumerate(lengths, first)]
+        return RotatingKVCache.merge(caches), rows
+
+    def step(batch, rows, N):
+        keys = mx.concatenate(
+            [numbered([seen], N) + 1000 * row for row, seen in rows], axis=0
+        )
+        seen = seen_in(batch, keys)
+        for mine, (row, start) in zip(seen, rows):
+            assert mine == expected(start, N, window, keep, row)
+        for each in rows:
+            each[1] += N
+
+    with mlx_sinks.patched(targets=["rotating"]):
+        batch, rows = merged(0)
+        for number in range(data.draw(st.integers(1, 6))):
+            action = data.draw(
+                st.sampled_from(
+                    ["decode", "step", "pad", "extend", "filter", "extract"]
+                )
+            )
+            if action == "decode":
+                for _ in range(data.draw(st.integers(1, 15))):
+                    step(batch, rows, 1)
+            elif action == "step":
+                step(batch, rows, data.draw(st.integers(2, 20)))
+            elif action == "pad":
+                lengths = [data.draw(st.integers(0, 20)) for _ in rows]
+                longest = max(lengths)
+                if not longest:
+                    continue
+                padding = [longest - length for length in lengths]
+                batch.prepare(lengths=lengths, right_padding=padding)
+                keys = mx.concatenate(
+                    [numbered([seen], longest) + 1000 * row for row, seen in rows]
+                )
+                seen = seen_in(batch, keys)
+                batch.finalize()
+                for mine, each, length in zip(seen, rows, lengths):
+                    true = expected(each[1], length, window, keep, each[0])
+                    assert mine[:length] == true
+                    each[1] += length
+            elif action == "extend":
+                other, more = merged(100 * (number + 1))
+                batch.extend(other)
+                rows += more
+            elif action == "filter":
+                kept = data.draw(
+                    st.lists(st.integers(0, len(rows) - 1), min_size=1, unique=True)
+                )
+                batch.filter(sorted(kept))
+                rows = [rows[index] for index in sorted(kept)]
+            else:
+                index = data.draw(st.integers(0, len(rows) - 1))
+                row, start = rows[index]
+                one = batch.extract(index)
+                assert (type(one), one.keep) == (RotatingKVCache, keep)
+                assert (one.max_size, one.offset) == (window, start)
+                for N in (1, 3, 1):
+                    (seen,) = seen_in(one, numbered([start], N) + 1000 * row)
+                    assert seen == expected(start, N, window, keep, row)
+                    start += N
+
+
+def test_windows_without_kept_tokens_are_upstreams_own(on):
+    """A model's sliding layers: trained with a window, and without sinks."""
+    for N, seen in ((1, 3), (7, 0), (9, 20)):
+        masks = []
+        for patch in (True, False):
+            if not patch:
+                mlx_sinks.uninstall()
+            cache = RotatingKVCache(8)
+            cache.update_and_fetch(*[numbered([0], max(seen, 1))] * 2)
+            masks.append(cache.make_mask(N, return_array=N > 1))
+        mlx_sinks.install(SinkPolicy(sinks=3), targets=["rotating"])
+        assert masks[0] is masks[1] or mx.array_equal(*masks).item()
+    assert type(RotatingKVCache.merge([RotatingKVCache(8)])) is BatchRotatingKVCache
+    with pytest.raises(NotImplementedError):
+        RotatingKVCache(8).to_quantized()
+
+
+# ------------------------------------------------------------------------- models
+
+
+def tokens(seed, length=90):
+    return mx.array(np.random.default_rng(seed).integers(0, 256, (1, length)))
+
+
+def logits(model, inputs, chunk, cache):
+    parts = []
+    for start in range(0, inputs.shape[1], chunk):
+        parts.append(model(inputs[:, start : start + chunk], cache=cache))
+        mx.eval(parts[-1], [layer.state for layer in cache])
+    return np.array(mx.concatenate(parts, axis=1))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 19, 20, 64, 90])
+def test_chunk_sizes_do_not_matter(on, chunk):
+    model = small_models.make_llama(num_hidden_layers=2)
+    decode = logits(model, tokens(0), 1, mlx_sinks.make_sink_cache(model, 20, sinks=3))
+    ours = logits(model, tokens(0), chunk, upstream.make_prompt_cache(model, 20))
+    np.testing.assert_allclose(ours, decode, **NOISE)
+
+
+def test_max_kv_size_reaches_plain_layers_with_the_policys_sinks(on):
+    """llama has a make_cache, where upstream overlooks max_kv_size."""
+    for cache in upstream.make_prompt_cache(small_models.make_llama(), 20):
+        assert type(cache) is RotatingKVCache
+        assert (cache.max_size, cache.keep) == (20, 3)
+    mlx_sinks.uninstall()
+    (cache,) = upstream.make_prompt_cache(small_models.make_llama(), 20)
+    assert type(cache) is KVCache
+
+
+def test_without_a_size_the_cache_is_upstreams(on):
+    (cache,) = upstream.make_prompt_cache(small_models.make_llama())
+    assert type(cache) is KVCache
+
+
+def test_layers_with_caches_of_their_own_are_left_and_named(on):
+    sliding = small_models.make_llama(
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=8,
+    )
+    with pytest.warns(UserWarning, match="1 of 2 layers.*1 RotatingKVCache"):
+        full, own = upstream.make_prompt_cache(sliding, 20)
+    assert (full.max_size, full.keep, own.max_size, own.keep) == (20, 3, 8, 0)
+    with pytest.warns(UserWarning, match="0 of 2 layers.*2 CacheList"):
+        upstream.make_prompt_cache(small_models.make(), 20)
+
+
+@pytest.mark.parametrize("size", [3, 2, 0, -1])
+def test_windows_that_cannot_be_get_a_sentence(on, size):
+    with pytest.raises(PolicyError, match="max_kv_size") as error:
+        upstream.make_prompt_cache(small_models.make_llama(), size)
+    assert "MLX_SINKS" in str(error.value)
+
+
+def test_quantising_a_window_gets_a_sentence(on):
+    model = small_models.make_llama()
+    cache = upstream.make_prompt_cache(model, 20)
+    with pytest.raises(PolicyError, match="leave out kv_bits or max_kv_size"):
+        cache[0].to_quantized(group_size=64, bits=4)
+
+
+def text_of(model, prompt, **options):
+    return "".join(
+        response.text
+        for response in mlx_lm.stream_generate(
+            model,
+            mlx_lm.tokenizer_utils.TokenizerWrapper(small_models.tokenizer()),
+            prompt,
+            max_tokens=30,
+            **options,
+        )
+    )
+
+
+def test_modules_that_have_the_name_already_are_reached():
+    """mlx_lm.generate imported make_prompt_cache long before install()."""
+    model, prompt = small_models.make_llama(num_hidden_layers=2), [*range(60)]
+    stock = text_of(model, prompt, max_kv_size=20)
+    assert stock == text_of(model, prompt)
+    for prefill in (7, 2048):
+        with mlx_sinks.patched(SinkPolicy(sinks=3)):
+            ours = text_of(model, prompt, max_kv_size=20, prefill_step_size=prefill)
+        cache = mlx_sinks.make_sink_cache(model, 20, sinks=3)
+        assert ours == text_of(model, prompt, prompt_cache=cache) != stock
+    assert text_of(model, prompt, max_kv_size=20) == stock
+
+
+def test_upstream_is_as_it_was_after_uninstall(on):
+    mlx_sinks.uninstall()
+    generate = importlib.import_module("mlx_lm.generate")
+    for function in (
+        RotatingKVCache.make_mask,
+        RotatingKVCache.merge,
+        RotatingKVCache.to_quantized,
+        upstream.make_prompt_cache,
+        getattr(generate, "make_prompt_cache", upstream.make_prompt_cache),
+    ):
+        assert function.__code__.co_filename == upstream.__file__
+
+
+def test_a_batch_gives_what_each_gives_alone(on):
+    model = small_models.make_llama(num_hidden_layers=2)
+    prompts = [tokens(n, length)[0].tolist() for n, length in enumerate((50, 9))]
+    generator = BatchGenerator(model, max_tokens=25, prefill_step_size=16)
+    caches = [upstream.make_prompt_cache(model, 20) for _ in prompts]
+    uids = generator.insert(prompts, caches=caches)
+    together = {uid: [] for uid in uids}
+    finished = {}
+    while len(finished) < len(uids):
+        for response in generator.next_generated():
+            together[response.uid].append(response.token)
+            if response.finish_reason:
+                finished[response.uid] = response.prompt_cache
+    for uid, prompt in zip(uids, prompts):
+        alone = mlx_sinks.make_sink_cache(model, 20, sinks=3)
+        assert together[uid] == greedy(model, prompt, alone, 25)
+        assert {cache.keep for cache in finished[uid]} == {3}
+
+
+def greedy(model, prompt, cache, count):
+    inputs, found = mx.array([prompt]), []
+    for _ in range(count):
+        inputs = mx.argmax(model(inputs, cache=cache)[:, -1:], axis=-1)
+        found.append(inputs.item())
+    return found
+
+
+def test_kept_tokens_survive_saving(on, tmp_path):
+    model = small_models.make_llama(num_hidden_layers=2)
+    cache, file = upstream.make_prompt_cache(model, 20), str(tmp_path / "c.safetensors")
+    logits(model, tokens(1), 30, cache)
+    upstream.save_prompt_cache(file, cache)
+    loaded = upstream.load_prompt_cache(file)
+    assert {layer.keep for layer in loaded} == {3}
+    ours = logits(model, tokens(2), 8, loaded)
+    np.testing.assert_array_equal(ours, logits(model, tokens(2), 8, cache))
+
+
+# --------------------------------------------------------------------- self-check
+
+
+def refused():
+    with pytest.raises(PatchError) as error:
+        mlx_sinks.install(targets=["rotating"])
+    assert 'MLX_SINKS="rotating=0"' in str(error.value)
+    return str(error.value)
+
+
+def test_an_upstream_that_evicts_otherwise_is_refused(monkeypatch):
+    def drop_first(self, trim_size, v, append=None):
+        kept = v[..., max(trim_size, 0) :, :]
+        return kept if append is None else mx.concatenate([kept, append], axis=2)
+
+    monkeypatch.setattr(RotatingKVCache, "_trim", drop_first)
+    assert "a RotatingKVCache" in refused()
+
+
+@pytest.mark.parametrize("name", ["make_mask", "to_quantized"])
+def test_methods_of_another_tool_are_not_replaced(monkeypatch, name):
+    def replacement(self, *arguments, **named):
+        return None
+
+    replacement.__module__ = "another_tool"
+    monkeypatch.setattr(RotatingKVCache, name, replacement)
+    assert "another_tool" in refused()
+    assert getattr(RotatingKVCache, name) is replacement
+
+
+def test_another_maker_of_caches_is_refused(monkeypatch):
+    def make_prompt_cache(model, max_kv_size=None):
+        return [KVCache()]
+
+    make_prompt_cache.__module__ = upstream.__name__
+    monkeypatch.setattr(upstream, "make_prompt_cache", make_prompt_cache)
+    assert "make_prompt_cache" in refused()
+
+
+def test_the_self_check_takes_less_than_a_tenth_of_a_second():
+    check = PATCHES["rotating"].self_check
+    check(upstream, mlx_lm.__version__)
+    start = time.perf_counter()
+    assert check(upstream, mlx_lm.__version__) is None
+    assert time.perf_counter() - start < 0.1
+
+
+def test_the_line_is_said_when_a_window_is_made(capsys):
+    mlx_sinks.install(SinkPolicy(sinks=5), targets=["rotating"])
+    model = small_models.make_llama()
+    upstream.make_prompt_cache(model)
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        upstream.make_prompt_cache(model, 20)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "keeping 5 sinks of rotating windows in mlx_lm.models.cache" in line
+
+
+def test_apply_leaves_windows_alone():
+    model = small_models.make()
+    mlx_sinks.apply(model, SinkPolicy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        upstream.make_prompt_cache(model, 20)
+    assert not PATCHES["rotating"].is_on(sys.modules["mlx_lm.models.cache"])
