@@ -50,6 +50,13 @@ def count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"a whole number >= 1, not {text}")
 
 
+def whole(text: str) -> int:
+    """A number of things, none included."""
+    if text.isascii() and text.isdigit() and int(text) < 2**31:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"a whole number >= 0, not {text}")
+
+
 def positive(text: str) -> float:
     """A finite number above 0."""
     try:
@@ -94,6 +101,29 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     for name in ("sinks", "recency"):
         default = getattr(defaults, name)
         parser.add_argument(f"--{name}", type=int, default=default, help="to keep")
+
+
+def add_reading(parser: argparse.ArgumentParser, tokens: int) -> None:
+    parser.add_argument("--text", type=Path, help="default: Python's own manual")
+    parser.add_argument("--tokens", type=count, default=tokens, help="how many to read")
+    parser.add_argument(
+        "--skip", type=whole, default=0, help="tokens of the text to leave out first"
+    )
+
+
+def tokens_to_read(
+    tokenizer: Any, options: argparse.Namespace
+) -> tuple[list[int], dict[str, Any]]:
+    """The tokens that the options of ``add_reading`` ask for, and what names them."""
+    ids, source = token_ids(tokenizer, options.text)
+    ids = ids[options.skip : options.skip + options.tokens]
+    if len(ids) < options.tokens:
+        raise ValueError(
+            f"{source['text']} has {len(ids)} tokens after {options.skip}, not "
+            f"{options.tokens}"
+        )
+    facts = {"tokens": options.tokens, "skip": options.skip, "sha256": sha256(ids)}
+    return ids, {**source, **facts}
 
 
 def put_out(

@@ -21,7 +21,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -36,20 +35,20 @@ import mlx_sinks
 from arguments import (
     HelpFormatter,
     add_output,
+    add_reading,
     count,
     environment,
     put_out,
     run,
-    sha256,
-    token_ids,
+    tokens_to_read,
 )
 from arms import load_any
 from blas import restart_with_fast_blas
 from generation import batch_losses
 
 ARMS = ("full", "stock", "rotating", "sink cache")
-# The texts of the batch: where they begin and by how much they are shorter.
-BATCH = ((0, 0), (150, 150), (300, 333), (450, 700))
+# The texts of the batch: where they begin, and how far before the end they stop.
+BATCH = ((0, 0), (150, 0), (300, 33), (450, 250))
 
 
 def main() -> int:
@@ -57,8 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="folder or hub id")
-    add("--text", type=Path, help="default: Python's own manual")
-    add("--tokens", type=count, default=2400, help="how many to read")
+    add_reading(parser, tokens=2400)
     add("--window", type=count, default=512, help="tokens kept, sinks included")
     add("--sinks", type=int, default=4, help="tokens kept for good")
     add("--chunks", type=count, nargs="+", default=[64, 512, 2048], help="of a step")
@@ -73,11 +71,8 @@ def measure(options: argparse.Namespace) -> dict:
     window, tokens = options.window, options.tokens
     model, tokenizer = load_any(options.model, options.trust_remote_code)
     caches = arms(model, window, options.sinks)
-    ids, source = token_ids(tokenizer, options.text)
-    if len(ids) < tokens:
-        raise ValueError(f"{source['text']} has {len(ids)} tokens, not {tokens}")
-    texts = [ids[start : tokens - less + start] for start, less in BATCH]
-    texts = [text[:tokens] for text in texts]
+    ids, source = tokens_to_read(tokenizer, options)
+    texts = [ids[start : tokens - less] for start, less in BATCH]
     if min(map(len, texts)) <= window + 1:
         raise ValueError(
             f"{tokens} tokens don't go past window {window} in each text of the batch"
@@ -90,7 +85,7 @@ def measure(options: argparse.Namespace) -> dict:
             for arm in ARMS:
                 task = progress.add_task(f"{arm}, steps of {chunk}", total=100)
                 step = functools.partial(progress.advance, task)
-                losses = batch_losses(model, [ids[:tokens]], chunk, step, caches[arm]())
+                losses = batch_losses(model, [ids], chunk, step, caches[arm]())
                 row[arm] = perplexity_past(losses[0], window)
             alone.append(row)
         rows = {}
@@ -105,11 +100,9 @@ def measure(options: argparse.Namespace) -> dict:
             together.append({"tokens": len(text), **figures})
     return {
         "model": options.model,
-        "tokens": tokens,
+        **source,
         "window": window,
         "sinks": options.sinks,
-        "text": source["text"],
-        "sha256": sha256(ids[:tokens]),
         **environment(),
         "alone": alone,
         "batch_chunk": options.chunks[0],

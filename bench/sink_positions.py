@@ -36,14 +36,14 @@ from rich.table import Table
 import mlx_sinks
 from arguments import (
     HelpFormatter,
+    add_reading,
     count,
     environment,
     folder,
     model_files,
     put_out,
     run,
-    sha256,
-    token_ids,
+    tokens_to_read,
 )
 from arms import load_any
 from blas import restart_with_fast_blas
@@ -73,8 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="folder or hub id")
-    add("--text", type=Path, help="default: Python's own manual")
-    add("--tokens", type=count, default=2600, help="how many to read")
+    add_reading(parser, tokens=2600)
     add("--window", type=count, default=260, help="tokens kept, sinks included")
     add("--sinks", type=int, default=4, help="tokens kept for good")
     add("--block", type=count, default=256, help="tokens of a block")
@@ -92,12 +91,9 @@ def positions(options: argparse.Namespace) -> None:
     window, tokens = options.window, options.tokens
     model, tokenizer = load_any(options.model, options.trust_remote_code)
     caches = {arm: make(model, window, options.sinks, arm) for arm in options.arms}
-    ids, source = token_ids(tokenizer, options.text)
-    if len(ids) < tokens:
-        raise ValueError(f"{source['text']} has {len(ids)} tokens, not {tokens}")
+    ids, source = tokens_to_read(tokenizer, options)
     if tokens <= window + 1:
         raise ValueError(f"{tokens} tokens don't go past window {window}")
-    ids = ids[:tokens]
     losses, hashes, seconds = read(model, ids, caches, window, options.chunk)
     blocks = []
     for start in range(window, tokens - 1, options.block):
@@ -108,9 +104,7 @@ def positions(options: argparse.Namespace) -> None:
     result = {
         "model": options.model,
         "files": model_files(options.model),
-        "text": source["text"],
-        "tokens": tokens,
-        "sha256": sha256(ids),
+        **source,
         "window": window,
         "sinks": options.sinks,
         "chunk": options.chunk,
