@@ -106,7 +106,6 @@ def filled(model: nn.Module, window: int, sinks: int) -> dict[str, list[Any]]:
     for cache in caches.values():
         keys, values = random_tokens(model, 2 * window)
         for layer in cache:
-            layer.make_mask(2 * window)
             layer.update_and_fetch(keys, values)
         mx.eval(model(mx.array([[0]]), cache=cache), [c.state for c in cache])
     return caches

@@ -10,7 +10,7 @@ of several sizes. The arms, each with a window of the same size:
   rotating    the same under MLX_SINKS: mlx-lm's make_prompt_cache(model, max_kv_size)
   sink cache  mlx_sinks.make_sink_cache
 
-and then four texts of different lengths as one batch, padded on the right as upstream's
+and then texts of different lengths as one batch, padded on the right as upstream's
 BatchGenerator pads prompts. Perplexities are of the tokens predicted past the window.
 """
 
@@ -47,8 +47,8 @@ from blas import restart_with_fast_blas
 from generation import batch_losses
 
 ARMS = ("full", "stock", "rotating", "sink cache")
-# The texts of the batch: where they begin, and how far before the end they stop.
-BATCH = ((0, 0), (150, 0), (300, 33), (450, 250))
+# The texts of a batch: where they begin and end in what is read.
+BATCH = ((0, 1), (1 / 16, 1), (1 / 8, 0.98), (3 / 16, 0.9))
 
 
 def main() -> int:
@@ -60,6 +60,8 @@ def main() -> int:
     add("--window", type=count, default=512, help="tokens kept, sinks included")
     add("--sinks", type=int, default=4, help="tokens kept for good")
     add("--chunks", type=count, nargs="+", default=[64, 512, 2048], help="of a step")
+    batches = range(len(BATCH) + 1)
+    add("--batch", type=int, choices=batches, default=4, help="texts of the batch")
     add("--trust-remote-code", action="store_true", help="as upstream's")
     add_output(parser)
     options = parser.parse_args()
@@ -72,11 +74,9 @@ def measure(options: argparse.Namespace) -> dict:
     model, tokenizer = load_any(options.model, options.trust_remote_code)
     caches = arms(model, window, options.sinks)
     ids, source = tokens_to_read(tokenizer, options)
-    texts = [ids[start : tokens - less] for start, less in BATCH]
-    if min(map(len, texts)) <= window + 1:
-        raise ValueError(
-            f"{tokens} tokens don't go past window {window} in each text of the batch"
-        )
+    texts = [ids[int(a * tokens) : int(b * tokens)] for a, b in BATCH[: options.batch]]
+    if min(map(len, [ids, *texts])) <= window + 1:
+        raise ValueError(f"{tokens} tokens don't go past window {window} in each text")
     alone: list[dict[str, Any]] = []
     together: list[dict[str, Any]] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace) -> dict:
                 row[arm] = perplexity_past(losses[0], window)
             alone.append(row)
         rows = {}
-        for arm in ARMS:
+        for arm in ARMS if texts else ():
             task = progress.add_task(f"{arm}, batch", total=100)
             step = functools.partial(progress.advance, task)
             rows[arm] = ragged_losses(
@@ -182,6 +182,8 @@ def show(result: dict, console: Console) -> None:
         ("alone", "chunk", "Perplexity past the window, by tokens of a step"),
         ("batch", "tokens", f"A batch, in steps of {result['batch_chunk']} tokens"),
     ):
+        if not result[key]:
+            continue
         view = Table(
             title=title,
             caption=f"window {result['window']}, {result['sinks']} sinks, "

@@ -1,0 +1,110 @@
+"""--max-kv-size on plain upstream commands: ignored, switched on, switched off."""
+
+import mlx_lm
+import pytest
+from mlx_lm.models.cache import save_prompt_cache
+
+import mlx_sinks
+import small_models
+from processes import command, run
+
+WINDOW, MAX_TOKENS = 24, 30
+PROMPT = "The tide comes in and goes out again, twice a day, for reasons of its own."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    return small_models.write_llama_folder(
+        path, num_hidden_layers=2, hidden_size=64, num_attention_heads=4
+    )
+
+
+def generate(folder, *more, before=(), window=WINDOW, **variables):
+    argv = [*before, command("mlx_lm.generate"), "--model", folder, "--prompt", PROMPT]
+    argv += ["--max-tokens", MAX_TOKENS, "--verbose", "False", "--ignore-chat-template"]
+    if window is not None:
+        argv += ["--max-kv-size", window]
+    return run(*argv, *more, **variables)
+
+
+def in_process(folder, sinks):
+    """The text by a SinkCache; without a window for ``None``."""
+    model, tokenizer = mlx_lm.load(str(folder))
+    cache = None
+    if sinks is not None:
+        cache = mlx_sinks.make_sink_cache(model, WINDOW, sinks=sinks)
+    text = mlx_lm.generate(
+        model, tokenizer, PROMPT, max_tokens=MAX_TOKENS, prompt_cache=cache
+    )
+    return text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "sinks"), [("1", 4), ("sinks=2", 2), ("sinks=0,dsa=0", 0)]
+)
+def test_max_kv_size_is_a_window_with_the_policys_sinks(folder, value, sinks):
+    outcome = generate(folder, MLX_SINKS=value)
+    assert (outcome.status, outcome.stdout) == (0, in_process(folder, sinks))
+    (line,) = outcome.ours
+    assert f"keeping {sinks} sinks of rotating windows in mlx_lm.models.cache" in line
+    assert outcome.theirs == generate(folder).stderr
+    assert outcome.stdout != in_process(folder, None)
+
+
+@pytest.mark.parametrize("off", ["0", "rotating=0", "sinks=8,rotating=off"])
+def test_switched_off_it_is_stock(folder, off):
+    stock = generate(folder)
+    # llama has a make_cache: upstream overlooks the size.
+    assert stock.stdout == in_process(folder, None)
+    assert generate(folder, MLX_SINKS=off) == stock
+
+
+def test_without_a_size_nothing_is_said_or_changed(folder):
+    assert generate(folder, window=None, MLX_SINKS="1") == generate(folder, window=None)
+
+
+def test_run_keeps_what_is_switched_off(folder):
+    before = (command("mlx-sinks"), "run", "--sinks", "2")
+    assert generate(folder, before=before, MLX_SINKS="rotating=0") == generate(folder)
+    assert generate(folder, before=before).stdout == in_process(folder, 2)
+
+
+@pytest.mark.parametrize(
+    ("window", "more", "sentence"),
+    [
+        (4, (), "sinks=4 must be smaller than max_kv_size=4"),
+        (0, (), "max_kv_size must be a whole number of tokens >= 1, not 0"),
+        (24, ("--kv-bits", "4", "--quantized-kv-start", "0"), "can't quantise"),
+    ],
+)
+def test_what_cannot_be_ends_with_a_sentence(folder, window, more, sentence):
+    outcome = generate(folder, *more, window=window, MLX_SINKS="1")
+    assert outcome.status != 0
+    assert sentence in outcome.ours[-1]
+    assert "Traceback" not in outcome.stderr
+
+
+def test_a_model_without_plain_layers_is_told(tmp_path):
+    folder = small_models.write_folder(tmp_path / "dsa")
+    outcome = generate(folder, MLX_SINKS="1")
+    assert outcome.status == 0
+    assert "the window reaches 0 of 2 layers" in outcome.stderr
+
+
+def test_a_saved_sink_cache_is_loaded_by_the_plain_command(folder, tmp_path):
+    model, tokenizer = mlx_lm.load(str(folder))
+    cache = mlx_sinks.make_sink_cache(model, WINDOW)
+    for response in mlx_lm.stream_generate(
+        model, tokenizer, "Of tides. " * 5, max_tokens=1, prompt_cache=cache
+    ):
+        assert response.token >= 0
+    file = tmp_path / "tides.safetensors"
+    facts = {"model": str(folder), "tokenizer_config": "{}"}
+    save_prompt_cache(str(file), cache, facts)
+    expected = mlx_lm.generate(
+        model, tokenizer, PROMPT, max_tokens=MAX_TOKENS, prompt_cache=cache
+    )
+    options = ("--prompt-cache-file", file)
+    outcome = generate(folder, *options, window=None, MLX_SINKS="1")
+    assert (outcome.status, outcome.stdout) == (0, expected + "\n")
