@@ -31,9 +31,13 @@ AFFORDABLE = {
     "bench/policy_sweep.py": ("--tokens 9", "--tokens 9 has to go past"),
     "train_indexer.py": ("--length 9999999", "too few for --length"),
     "mlx-sinks probe": ("--tokens 9", "9 tokens don't go past"),
+    "bench/rotating_window.py": ("--tokens 9 --skip 0", "9 tokens don't go past"),
+    "bench/sink_positions.py": ("--tokens 9 --skip 0", "9 tokens don't go past"),
+    "bench/cache_speed.py": ("--windows 4", "must be smaller than window=4"),
 }
 JARGON = "/usr/share/doc/jargon-text/jargon.txt.gz"
 CHECKPOINT = "spicyneuron/GLM-5.1-MLX-4.5bit"
+WINDOWED = "mlx-community/Llama-3.2-3B-Instruct-4bit"
 
 
 def commands(*words):
@@ -52,17 +56,30 @@ def checkpoint(tmp_path_factory):
     return small_models.write_folder(tmp_path_factory.mktemp("glm"), "glm_moe_dsa")
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    return small_models.write_llama_folder(tmp_path_factory.mktemp("llama"))
+
+
 def test_each_command_is_of_a_kind_that_is_tested_below():
     known = ("pip install ", "MLX_SINKS=1 mlx_lm.generate ", "make demo")
     known += ("mlx-sinks run mlx_lm.server ", "mlx-sinks probe ", "python bench/")
     assert [line for line in COMMANDS if not line.startswith(known)] == []
 
 
-def test_the_variable_before_the_plain_command(checkpoint):
-    for line in commands("MLX_SINKS=1 mlx_lm.generate"):
-        result = shell(f"{line.replace(CHECKPOINT, str(checkpoint))} --max-tokens 4")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (CHECKPOINT, "mlx-sinks: keeping 4 sinks + 64 recent"),
+        (WINDOWED, "mlx-sinks: keeping 4 sinks of rotating windows"),
+    ],
+)
+def test_the_variable_before_the_plain_command(checkpoint, windowed, name, said):
+    folder = {CHECKPOINT: checkpoint, WINDOWED: windowed}[name]
+    for line in commands("MLX_SINKS=1 mlx_lm.generate", name):
+        result = shell(f"{line.replace(name, str(folder))} --max-tokens 4")
         assert result.status == 0, result.stderr
-        assert "mlx-sinks: keeping 4 sinks + 64 recent" in result.stderr
+        assert said in result.stderr
 
 
 def test_the_server_through_mlx_sinks_run(checkpoint, tmp_path):
@@ -124,12 +141,13 @@ def test_the_bench_that_takes_seconds():
         assert "ratio" in result.stdout
 
 
-def test_python(checkpoint):
+def test_python(checkpoint, windowed):
     """One block builds on the one before it."""
     blocks = [block for kind, block in BLOCKS if kind == "python"]
     names = {}
     for block in blocks:
         block = block.replace(CHECKPOINT, str(checkpoint))
+        block = block.replace(WINDOWED, str(windowed))
         exec(compile(block, "README.md", "exec"), names)
     assert len(names["recording"].blocks) > 0
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models import rope_utils
 
 # Kinds whose angle is linear in the position: two of them add up to one. Their own
@@ -20,17 +22,20 @@ _FREQS = (
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotary embedding without magnitude: angle ``position / freqs``, in float32.
+    """A rotary embedding without magnitude: angle ``position / freqs``.
+
+    A moved key is ``key * cos + quarter * sin``, the quarter being the key turned by a
+    right angle. Angles are float64, on the host; the sum is float32.
 
     Parameters
     ----------
-    freqs : mx.array, shape (dims / 2,)
+    freqs : tuple of float, length dims / 2
         As ``mx.fast.rope`` has them: the inverse of what a position adds.
     traditional : bool, default=False
         Neighbouring dims are rotated together, rather than the two halves'.
     """
 
-    freqs: mx.array
+    freqs: tuple[float, ...]
     traditional: bool = False
 
     @classmethod
@@ -43,10 +48,12 @@ class Rotation:
             A kind that doesn't add up, named.
         """
         if type(rope) is nn.RoPE:
-            exponents = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
-            return cls(rope.base**exponents / rope.scale, rope.traditional)
+            exponents = np.arange(0, rope.dims, 2) / rope.dims
+            freqs = float(rope.base) ** exponents / rope.scale
+            return cls(tuple(freqs.tolist()), rope.traditional)
         if type(rope) in _FREQS:
-            return cls(rope._freqs, getattr(rope, "traditional", False))
+            freqs = rope._freqs.astype(mx.float32).tolist()
+            return cls(tuple(freqs), getattr(rope, "traditional", False))
         raise ValueError(
             f"position_mode='local' can't move keys that {type(rope).__name__} has "
             "rotated: its angles don't add up, or aren't known to; use 'absolute'"
@@ -66,16 +73,36 @@ class Rotation:
         mx.array
             As ``keys``, in their dtype.
         """
-        if not any(positions):
-            return keys
-        B, H, T, D = keys.shape
-        moved = mx.fast.rope(
-            keys.astype(mx.float32).reshape(B, H * T, 1, D),
-            2 * self.freqs.size,
-            traditional=self.traditional,
-            base=None,
-            scale=1.0,
-            offset=mx.array(positions) if len(positions) > 1 else positions[0],
-            freqs=self.freqs,
-        )
-        return moved.reshape(keys.shape).astype(keys.dtype)
+        return self.turned(self.parts(keys), positions).astype(keys.dtype)
+
+    def parts(self, keys: mx.array) -> mx.array:
+        """The keys and their quarters in float32, (B, H, T, 2, D)."""
+        dims, D = 2 * len(self.freqs), keys.shape[-1]
+        partner = np.arange(D)
+        sign = np.zeros(D, np.float32)
+        if self.traditional:
+            partner[:dims] = partner[:dims].reshape(-1, 2)[:, ::-1].ravel()
+            sign[:dims] = np.tile([-1, 1], dims // 2)
+        else:
+            partner[:dims] = np.roll(partner[:dims], dims // 2)
+            sign[:dims] = np.repeat([-1, 1], dims // 2)
+        keys = keys.astype(mx.float32)
+        quarters = mx.take(keys, mx.array(partner), axis=-1) * mx.array(sign)
+        return mx.stack([keys, quarters], axis=-2)
+
+    def turned(self, parts: mx.array, positions: list[int]) -> mx.array:
+        """Keys of these ``parts``, each sequence's moved; (B, H, T, D), float32."""
+        factors = _factors(self, tuple(positions), parts.shape[-1])
+        return (parts * factors).sum(axis=-2)
+
+
+@functools.lru_cache(maxsize=64)  # all layers of a step ask for the same
+def _factors(rotation: Rotation, positions: tuple[int, ...], D: int) -> mx.array:
+    """Cosines and sines of each dim, (B, 1, 1, 2, D); 1 and 0 where none is rotated."""
+    dims = 2 * len(rotation.freqs)
+    repeated = np.repeat if rotation.traditional else np.tile
+    angles = np.zeros((len(positions), 1, 1, D))
+    speeds = repeated(1 / np.array(rotation.freqs), 2)
+    angles[..., :dims] = np.array(positions).reshape(-1, 1, 1, 1) * speeds
+    factors = np.stack([np.cos(angles), np.sin(angles)], axis=-2)
+    return mx.array(factors.astype(np.float32))

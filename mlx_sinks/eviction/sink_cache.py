@@ -63,7 +63,7 @@ class SinkCache(upstream._BaseCache):
         # how far rebases have moved its positions.
         self._seen = seen
         self._moved = [0] * len(seen)
-        # The sinks' keys as the model rotated them, once something was evicted.
+        # The sinks' keys as the model rotated them, in parts, once one was evicted.
         self._originals = None
         # Where the real tokens of right-padded prompts end, while they are fed.
         self._ends = None
@@ -164,8 +164,9 @@ class SinkCache(upstream._BaseCache):
 
     def _fits(self, L: int) -> bool:
         """Whether L new tokens fit into columns that no query of theirs needs."""
-        alone = L == 1 or max(self._seen) + L <= self.window.size
-        return alone and self._ends is None and min(self._seen) >= 0
+        if self._ends is not None or min(self._seen) < 0:
+            return False  # padding goes nowhere
+        return L == 1 or max(self._seen) + L <= self.window.size
 
     def _held_columns(self, L: int = 0) -> int:
         ends = self._ends_after(L)
@@ -194,30 +195,30 @@ class SinkCache(upstream._BaseCache):
 
     def _append(self, keys, values):
         """Put a step's tokens into their columns."""
-        L, ends = keys.shape[2], self._ends_after(keys.shape[2])
-        columns = [
-            [self.window.column(seen + number) for number in range(L)]
-            for seen in self._seen
-        ]
-        self._grow(keys, values, 1 + max(max(row, default=-1) for row in columns))
-        where = _rows(columns)
+        L = keys.shape[2]
+        ends = [seen + L for seen in self._seen]
+        held = min(max(ends), self.window.size)
+        self._grow(keys, values, held)
+        column = self.window.column
+        columns = [[[[column(n)] for n in range(end - L, end)]] for end in ends]
+        where = mx.array(columns)
         self.values = mx.put_along_axis(self.values, where, values, axis=2)
         if sinks := self._sinks_to_move(ends):
             moved = self._move_sinks(self.keys[..., :sinks, :], ends)
             keys = mx.concatenate([moved, keys], axis=2)
-            where = _rows([[*range(sinks), *row] for row in columns])
+            first = [[place] for place in range(sinks)]
+            where = mx.array([[first + row] for [row] in columns])
         self.keys = mx.put_along_axis(self.keys, where, keys, axis=2)
-        held = self._held_columns(L)
         if held == self.keys.shape[2]:
             return self.keys, self.values
         return self.keys[..., :held, :], self.values[..., :held, :]
 
     def _grow(self, keys, values, columns: int) -> None:
+        """Have that many columns at least, and up to a step more."""
         missing = columns - (0 if self.keys is None else self.keys.shape[2])
-        if self.keys is not None and missing <= 0:
+        if missing <= 0:
             return
-        room = self.window.size - columns
-        extra = max(missing, 0) + min(room, -columns % self.step)
+        extra = missing + min(self.window.size - columns, -columns % self.step)
 
         def grown(held, new):
             B, H, _, D = new.shape
@@ -264,21 +265,21 @@ class SinkCache(upstream._BaseCache):
         """The sinks where they stand after a step, from how the model rotated them."""
         fresh = [seen <= self.window.size for seen in self._seen]
         if self._originals is None:
-            # Not a view, which would keep the whole buffer alive.
-            self._originals = mx.contiguous(held)
+            self._originals = self.rotation.parts(held)
         elif any(fresh):
-            which = mx.array(fresh).reshape(-1, 1, 1, 1)
-            self._originals = mx.where(which, held, self._originals)
+            which = mx.array(fresh).reshape(-1, 1, 1, 1, 1)
+            parts = self.rotation.parts(held)
+            self._originals = mx.where(which, parts, self._originals)
         places = [self.window.evicted(end) for end in ends]
         moves = [place - moved for place, moved in zip(places, self._moved)]
         self.rotations += self.window.sinks * sum(map(bool, moves))
-        return self.rotation.turn(self._originals, moves)
+        return self.rotation.turned(self._originals, moves).astype(held.dtype)
 
     def _rebase(self) -> None:
         """Put sequences that have come far back to where StreamingLLM has them."""
-        limit = max(REBASE_AT, 2 * self.window.size)
         if self.rotation is None or self._ends is not None:
             return
+        limit = max(REBASE_AT, 2 * self.window.size)
         moves = [
             self.window.evicted(seen) - moved if seen - moved >= limit else 0
             for seen, moved in zip(self._seen, self._moved)
@@ -337,7 +338,7 @@ class SinkCache(upstream._BaseCache):
         ]
         state = [mx.array(numbers)]
         if rotation is not None:
-            state.append(rotation.freqs)
+            state.append(mx.array(rotation.freqs))
         if self.keys is not None:
             held = self._held_columns()
             state += [self.keys[..., :held, :], self.values[..., :held, :]]
@@ -349,7 +350,9 @@ class SinkCache(upstream._BaseCache):
     def state(self, state):
         numbers, *arrays = state
         size, sinks, kind, rotations, *each = numbers.tolist()
-        rotation = Rotation(arrays.pop(0), kind == 2) if kind else None
+        rotation = None
+        if kind:
+            rotation = Rotation(tuple(arrays.pop(0).tolist()), traditional=kind == 2)
         self._start(Window(size, sinks), rotation, each[: len(each) // 2])
         self._moved = each[len(each) // 2 :]
         self.rotations = rotations
@@ -484,9 +487,9 @@ class BatchSinkCache(SinkCache):
         return batch
 
 
-def _rows(columns) -> mx.array:
+def _rows(columns: np.ndarray) -> mx.array:
     """Columns of each sequence as an index of keys, (B, 1, columns, 1)."""
-    return mx.array(np.array(columns, np.int32))[:, None, :, None]
+    return mx.array(columns.astype(np.int32)[:, None, :, None])
 
 
 def _integers(numbers: Any) -> list[int]:
@@ -502,12 +505,14 @@ def _stacked(rows: list[mx.array | None], sizes: list[int]) -> mx.array | None:
     known = [array for array in rows if array is not None]
     if not known:
         return None
-    _, H, _, D = known[0].shape
+    _, H, _, *D = known[0].shape
     T = max(array.shape[2] for array in known)
     padded = [
-        mx.zeros((size, H, T, D), known[0].dtype)
+        mx.zeros((size, H, T, *D), known[0].dtype)
         if array is None
-        else mx.pad(array, [(0, 0), (0, 0), (0, T - array.shape[2]), (0, 0)])
+        else mx.pad(
+            array, [(0, 0), (0, 0), (0, T - array.shape[2]), *[(0, 0)] * len(D)]
+        )
         for array, size in zip(rows, sizes)
     ]
     return mx.concatenate(padded, axis=0)
