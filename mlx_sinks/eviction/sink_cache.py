@@ -164,8 +164,8 @@ class SinkCache(upstream._BaseCache):
 
     def _fits(self, L: int) -> bool:
         """Whether L new tokens fit into columns that no query of theirs needs."""
-        if self._ends is not None or min(self._seen) < 0:
-            return False  # padding goes nowhere
+        if L == 0 or self._ends is not None or min(self._seen) < 0:
+            return False  # nothing and padding go nowhere
         return L == 1 or max(self._seen) + L <= self.window.size
 
     def _held_columns(self, L: int = 0) -> int:
