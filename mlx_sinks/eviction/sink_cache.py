@@ -135,8 +135,8 @@ class SinkCache(upstream._BaseCache):
             In the order of ``make_mask(L)``'s columns, which isn't that of time.
         """
         L = keys.shape[2]
-        if L == 0 and self.keys is None:
-            return keys, values
+        if L == 0:
+            return (keys, values) if self.keys is None else self._held_arrays()
         update = self._append if self._fits(L) else self._replace
         fetched = update(keys, values)
         self._seen = [seen + L for seen in self._seen]
@@ -164,8 +164,8 @@ class SinkCache(upstream._BaseCache):
 
     def _fits(self, L: int) -> bool:
         """Whether L new tokens fit into columns that no query of theirs needs."""
-        if L == 0 or self._ends is not None or min(self._seen) < 0:
-            return False  # nothing and padding go nowhere
+        if self._ends is not None or min(self._seen) < 0:
+            return False  # padding goes nowhere
         return L == 1 or max(self._seen) + L <= self.window.size
 
     def _held_columns(self, L: int = 0) -> int:
@@ -209,6 +209,11 @@ class SinkCache(upstream._BaseCache):
             first = [[place] for place in range(sinks)]
             where = mx.array([[first + row] for [row] in columns])
         self.keys = mx.put_along_axis(self.keys, where, keys, axis=2)
+        return self._held_arrays(held)
+
+    def _held_arrays(self, held: int | None = None) -> tuple[mx.array, mx.array]:
+        """Keys and values without the columns that are still free."""
+        held = self._held_columns() if held is None else held
         if held == self.keys.shape[2]:
             return self.keys, self.values
         return self.keys[..., :held, :], self.values[..., :held, :]
@@ -340,8 +345,7 @@ class SinkCache(upstream._BaseCache):
         if rotation is not None:
             state.append(mx.array(rotation.freqs))
         if self.keys is not None:
-            held = self._held_columns()
-            state += [self.keys[..., :held, :], self.values[..., :held, :]]
+            state += self._held_arrays()
         if self._originals is not None:
             state.append(self._originals)
         return state
