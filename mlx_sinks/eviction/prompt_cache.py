@@ -101,14 +101,13 @@ def _kinds(caches: list[Any], plain: list[int]) -> str:
 
 
 class _Ear(upstream._BaseCache):
-    """Hears a layer's keys at an offset, of one token that sees itself alone."""
+    """Hears what a layer stores at an offset, of one token that sees itself alone."""
 
     def __init__(self, offset: int):
         self.offset = offset
-        self.keys = None
 
     def update_and_fetch(self, keys, values):
-        self.keys = keys
+        self.heard = keys, values
         return keys, values
 
     def make_mask(self, *arguments: Any, **named: Any) -> None:
@@ -119,39 +118,42 @@ def _rotations(model: nn.Module, plain: list[int]) -> dict[int, Rotation | None]
     """How each plain layer's rope moves keys, tried on the model itself.
 
     A token that sees itself alone gives the same hidden states wherever it stands, so
-    that its keys at two offsets differ by the rotation alone.
+    that what it stores at two offsets differs by the rotation alone. Latent attention
+    has its rotated part among the values, which aren't moved: it is refused.
     """
     far = 1000
     here, there = (_heard(model, plain, offset) for offset in (0, far))
     rotations: dict[int, Rotation | None] = {}
     for layer in plain:
-        if mx.array_equal(here[layer], there[layer]).item():
-            rotations[layer] = None  # a layer without positions
-            continue
+        (keys, values), (far_keys, far_values) = here[layer], there[layer]
         parts = model.layers[layer].modules()
-        ropes = {type(p): p for p in parts if _is_rope(type(p).__name__)}
-        for rotation in map(Rotation.of, ropes.values()):
-            if _close(rotation.turn(here[layer], [far]), there[layer]):
-                rotations[layer] = rotation
-                break
+        ropes = [part for part in parts if _is_rope(type(part).__name__)]
+        if not mx.array_equal(values, far_values).item():
+            fitting = []
+        elif mx.array_equal(keys, far_keys).item():
+            fitting = [None]  # a layer without positions
         else:
-            names = (
-                " and ".join(kind.__name__ for kind in ropes) or "no rope found there"
-            )
+            tried = map(Rotation.of, ropes)
+            fitting = [r for r in tried if _close(r.turn(keys, [far]), far_keys)]
+        if not fitting:
+            names = {type(rope).__name__ for rope in ropes} or {"no rope found there"}
             raise ValueError(
                 f"position_mode='local' can't move the keys of layer {layer} of "
-                f"{type(model).__module__}: {names} doesn't account for their "
-                "positions; use 'absolute'"
+                f"{type(model).__module__}: {' and '.join(sorted(names))} doesn't "
+                "account for what it stores; use 'absolute'"
             )
+        rotations[layer] = fitting[0]
     return rotations
 
 
-def _heard(model: nn.Module, plain: list[int], offset: int) -> dict[int, mx.array]:
+def _heard(
+    model: nn.Module, plain: list[int], offset: int
+) -> dict[int, tuple[mx.array, mx.array]]:
     caches = upstream.make_prompt_cache(model)
     for layer in plain:
         caches[layer] = _Ear(offset)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    return {layer: caches[layer].keys for layer in plain}
+    return {layer: caches[layer].heard for layer in plain}
 
 
 def _is_rope(name: str) -> bool:
