@@ -55,6 +55,8 @@ def make_sink_cache(
         A window that can't be, an unknown mode, a model without a plain layer, or, in
         ``local``, a rope whose rotations don't add up.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
     Window(window, sinks)
     if position_mode not in POSITION_MODES:
         known = " or ".join(map(repr, POSITION_MODES))
@@ -65,39 +67,42 @@ def make_sink_cache(
     if not plain:
         raise ValueError(
             f"{type(model).__module__} has no layer for a window: "
-            f"{_kinds(caches, plain)}"
+            f"{_kinds(model, caches, plain)}"
         )
     if position_mode == "local":
         rotations = _rotations(model, plain)
     for layer in plain:
         caches[layer] = SinkCache(window, sinks, rotations.get(layer))
-    warn_of_others(caches, plain)
+    warn_of_others(model, caches, plain)
     return caches
 
 
 def plain_layers(model: nn.Module, caches: list[Any]) -> list[int]:
-    """Layers whose cache is a plain one that no other layer reads."""
+    """Layers whose cache is a plain one.
+
+    None where there is not a cache for each layer: some may read another layer's, which
+    a window doesn't leave as its own layer has seen it.
+    """
     if len(caches) != len(model.layers):
         return []
     return [n for n, cache in enumerate(caches) if type(cache) is upstream.KVCache]
 
 
-def warn_of_others(caches: list[Any], plain: list[int]) -> None:
+def warn_of_others(model: nn.Module, caches: list[Any], plain: list[int]) -> None:
     """Say which layers keep a cache of another kind."""
     if len(plain) < len(caches):
         warnings.warn(
             f"the window reaches {len(plain)} of {len(caches)} layers; the others keep "
-            f"upstream's cache: {_kinds(caches, plain)}",
+            f"upstream's cache: {_kinds(model, caches, plain)}",
             stacklevel=3,
         )
 
 
-def _kinds(caches: list[Any], plain: list[int]) -> str:
+def _kinds(model: nn.Module, caches: list[Any], plain: list[int]) -> str:
     others = [type(c).__name__ for n, c in enumerate(caches) if n not in plain]
-    counts = [f"{count} {name}" for name, count in Counter(others).items()]
-    if "KVCache" in others:
-        return f"{', '.join(counts)}, which several layers share"
-    return ", ".join(counts)
+    kinds = ", ".join(f"{count} {name}" for name, count in Counter(others).items())
+    layers = len(model.layers)
+    return kinds if len(caches) == layers else f"{kinds} for {layers} layers"
 
 
 class _Ear(upstream._BaseCache):
@@ -136,11 +141,12 @@ def _rotations(model: nn.Module, plain: list[int]) -> dict[int, Rotation | None]
             tried = map(Rotation.of, ropes)
             fitting = [r for r in tried if _close(r.turn(keys, [far]), far_keys)]
         if not fitting:
-            names = {type(rope).__name__ for rope in ropes} or {"no rope found there"}
+            names = " and ".join(sorted({type(rope).__name__ for rope in ropes}))
+            reason = f"{names} doesn't account for what it stores"
             raise ValueError(
                 f"position_mode='local' can't move the keys of layer {layer} of "
-                f"{type(model).__module__}: {' and '.join(sorted(names))} doesn't "
-                "account for what it stores; use 'absolute'"
+                f"{type(model).__module__}: "
+                f"{reason if ropes else 'it has no rope'}; use 'absolute'"
             )
         rotations[layer] = fitting[0]
     return rotations

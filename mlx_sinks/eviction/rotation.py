@@ -49,7 +49,8 @@ class Rotation:
         """
         if type(rope) is nn.RoPE:
             exponents = np.arange(0, rope.dims, 2) / rope.dims
-            freqs = float(rope.base) ** exponents / rope.scale
+            # In float32, which is what a saved cache holds.
+            freqs = np.float32(float(rope.base) ** exponents / rope.scale)
             return cls(tuple(freqs.tolist()), rope.traditional)
         if type(rope) in _FREQS:
             freqs = rope._freqs.astype(mx.float32).tolist()

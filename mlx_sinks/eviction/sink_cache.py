@@ -200,14 +200,12 @@ class SinkCache(upstream._BaseCache):
         held = min(max(ends), self.window.size)
         self._grow(keys, values, held)
         column = self.window.column
-        columns = [[[[column(n)] for n in range(end - L, end)]] for end in ends]
-        where = mx.array(columns)
+        where = mx.array([[[[column(n)] for n in range(e - L, e)]] for e in ends])
         self.values = mx.put_along_axis(self.values, where, values, axis=2)
         if sinks := self._sinks_to_move(ends):
+            # Before the new keys, which may be sinks themselves in a shorter sequence.
             moved = self._move_sinks(self.keys[..., :sinks, :], ends)
-            keys = mx.concatenate([moved, keys], axis=2)
-            first = [[place] for place in range(sinks)]
-            where = mx.array([[first + row] for [row] in columns])
+            self.keys[..., :sinks, :] = moved
         self.keys = mx.put_along_axis(self.keys, where, keys, axis=2)
         return self._held_arrays(held)
 
@@ -307,7 +305,7 @@ class SinkCache(upstream._BaseCache):
         ValueError
             Something was evicted: what an earlier query would see is no longer held.
         """
-        n = min(n, max(0, *self._seen))
+        n = min(n, max(0, min(self._seen)))
         if n > 0 and not self.is_trimmable():
             raise ValueError(
                 f"can't trim {n} tokens: {self.evictions} were evicted, and the window "
@@ -324,10 +322,18 @@ class SinkCache(upstream._BaseCache):
         )
 
     def _refuse_another_kind(self, other: SinkCache) -> None:
-        kinds = [(c.window, c.rotation is None) for c in (self, other)]
+        kinds = [
+            (
+                type(cache),
+                vars(cache).get("window"),
+                vars(cache).get("rotation") is None,
+            )
+            for cache in (self, other)
+        ]
         if kinds[0] != kinds[1]:
             raise ValueError(
-                "only caches with the same window, sinks and position mode make a batch"
+                "only caches of one kind, with the same window, sinks and position "
+                "mode, make a batch"
             )
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,6 @@ from ..policy import VARIABLE, PolicyError, SinkPolicy
 from .upstreams import replaced_by_others
 
 WITHOUT = f'{VARIABLE}="rotating=0" goes back to upstream\'s windows'
-METHODS = ("make_mask", "merge", "to_quantized")
 
 
 class RotatingPatch:
@@ -50,16 +49,19 @@ class RotatingPatch:
         return []  # caches are made for each text; a model has none
 
     def is_on(self, module: ModuleType) -> bool:
-        return hasattr(module.RotatingKVCache.make_mask, "sinks_upstream")
+        # A wrapper made with functools.wraps has our mark too, and calls us.
+        return all(
+            hasattr(_function(holder, name), "sinks_upstream")
+            for holder, name, _ in self._sites(module)
+        )
 
     def self_check(self, module: ModuleType, version: str) -> str | None:
-        upstream = module.RotatingKVCache
-        for function in (
-            *(getattr(upstream, name) for name in METHODS),
-            _maker(module),
-        ):
-            if reason := replaced_by_others(function, self.module):
+        for holder, name, _ in self._sites(module):
+            function = _function(holder, name)
+            home = getattr(holder, "__module__", module.__name__)
+            if reason := replaced_by_others(_upstream_of(function) or function, home):
                 return reason
+        upstream = module.RotatingKVCache
         window = Window(size=6, sinks=2)
         for cuts in _CUTS:
             cache, fed = upstream(max_size=window.size, keep=window.sinks), 0
@@ -71,12 +73,12 @@ class RotatingPatch:
                     return f"a RotatingKVCache holds its tokens otherwise, after {cuts}"
             again = RotatingSinkBatch.merge([cache]).extract(0)
             for each in (cache, again):
-                if _seen_by_each(each, _numbered(fed, 1), None) != _expected(
-                    window, fed + 1, 1
-                ):
+                seen = _seen_by_each(each, _numbered(fed, 1), None)
+                if seen != _expected(window, fed + 1, 1):
                     return f"a RotatingKVCache differs after a batch, after {cuts}"
+        maker = module.make_prompt_cache
         model = SimpleNamespace(layers=[None])
-        (made,) = _maker(module)(model, window.size)
+        (made,) = (_upstream_of(maker) or maker)(model, window.size)
         if type(made) is not upstream or made.max_size != window.size:
             return "make_prompt_cache makes another cache than a RotatingKVCache"
         return None
@@ -85,28 +87,34 @@ class RotatingPatch:
         self, module: ModuleType, version: str, policy: SinkPolicy | None
     ) -> None:
         self._policy = policy
-        if self.is_on(module):
-            return
-        cls = module.RotatingKVCache
-        cls.make_mask = self._instead_of(cls.make_mask, self._make_mask)
-        cls.to_quantized = self._instead_of(cls.to_quantized, self._to_quantized)
-        cls.merge = classmethod(self._instead_of(cls.merge.__func__, self._merge))
-        maker = _maker(module)
-        _rebind(maker, self._instead_of(maker, self._make_prompt_cache))
+        for holder, name, ours in self._sites(module):
+            function = _function(holder, name)
+            if not hasattr(function, "sinks_upstream"):
+                _put(holder, name, self._instead_of(function, ours))
 
     def uninstall(self, module: ModuleType) -> None:
         # Somebody may have wrapped ours since: then it stays, passing through.
         self._policy = None
-        cls = module.RotatingKVCache
-        for name in METHODS:
-            function = getattr(cls, name)
-            function = getattr(function, "__func__", function)
-            if upstream := _upstream_of(function):
-                setattr(
-                    cls, name, classmethod(upstream) if name == "merge" else upstream
-                )
-        if upstream := _upstream_of(_maker(module)):
-            _rebind(_maker(module), upstream)
+        for holder, name, _ in self._sites(module):
+            if upstream := _upstream_of(_function(holder, name)):
+                _put(holder, name, upstream)
+
+    def _sites(self, module: ModuleType) -> Iterator[tuple[Any, str, Callable]]:
+        """What is replaced, where, and by what.
+
+        ``make_prompt_cache`` wherever a module has it by that name; and in mlx-lm 0.31
+        the batch generator, which makes windows itself, without kept tokens.
+        """
+        for name in ("make_mask", "merge", "to_quantized"):
+            yield module.RotatingKVCache, name, getattr(self, f"_{name}")
+        for holder in list(sys.modules.values()):
+            function = getattr(holder, "__dict__", {}).get("make_prompt_cache")
+            if getattr(function, "__module__", None) == module.__name__:
+                yield holder, "make_prompt_cache", self._make_prompt_cache
+        generate = sys.modules.get("mlx_lm.generate")
+        generator = getattr(generate, "BatchGenerator", None)
+        if hasattr(generator, "_make_new_cache"):
+            yield generator, "_make_new_cache", self._make_new_cache
 
     def _instead_of(self, upstream: Callable, ours: Callable) -> Callable:
         """``ours(upstream, …)`` while a policy is in force, upstream otherwise."""
@@ -157,8 +165,12 @@ class RotatingPatch:
             caches[layer] = sys.modules[self.module].RotatingKVCache(
                 max_size=window.size, keep=window.sinks
             )
-        warn_of_others(caches, plain)
+        warn_of_others(model, caches, plain)
         return caches
+
+    def _make_new_cache(self, upstream, generator):
+        maker = sys.modules[self.module].make_prompt_cache
+        return maker(generator.model, generator.max_kv_size)
 
 
 class RotatingSinkBatch(BatchSinkCache):
@@ -219,16 +231,15 @@ def _as_sink_cache(cache: Any) -> SinkCache:
     return SinkCache.of(cache.max_size, cache.keep, cache.offset, keys, values)
 
 
-def _maker(module: ModuleType) -> Callable:
-    return module.make_prompt_cache
+def _function(holder: Any, name: str) -> Callable:
+    """A function of a module or class; a class method's own."""
+    value = vars(holder)[name]
+    return getattr(value, "__func__", value)
 
 
-def _rebind(function: Callable, other: Callable) -> None:
-    """Replace a function wherever a module has it by that name."""
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        if names.get(function.__name__) is function:
-            setattr(module, function.__name__, other)
+def _put(holder: Any, name: str, function: Callable) -> None:
+    is_bound = isinstance(vars(holder)[name], classmethod)
+    setattr(holder, name, classmethod(function) if is_bound else function)
 
 
 def _upstream_of(function: Callable) -> Callable | None:

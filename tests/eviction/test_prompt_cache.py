@@ -49,5 +49,5 @@ def test_learned_positions_cannot_be_moved():
         layer_norm_epsilon=1e-5,
     )
     assert len(mlx_sinks.make_sink_cache(model, 20)) == 1
-    with pytest.raises(ValueError, match="no rope found there"):
+    with pytest.raises(ValueError, match="it has no rope"):
         mlx_sinks.make_sink_cache(model, 20, position_mode="local")

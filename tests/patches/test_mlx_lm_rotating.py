@@ -1,5 +1,6 @@
 """Rotating caches under the patch: who sees which token, alone and in batches."""
 
+import functools
 import importlib
 import sys
 import time
@@ -300,6 +301,15 @@ def test_a_batch_gives_what_each_gives_alone(on):
         assert {cache.keep for cache in finished[uid]} == {3}
 
 
+def test_a_batch_generator_makes_windows_with_the_policys_sinks(on):
+    generator = BatchGenerator(small_models.make_llama(), max_tokens=3, max_kv_size=20)
+    generator.insert([tokens(0, 50)[0].tolist()])
+    while not (found := [r for r in generator.next_generated() if r.finish_reason]):
+        pass
+    (cache,) = found[0].prompt_cache
+    assert (type(cache), cache.max_size, cache.keep) == (RotatingKVCache, 20, 3)
+
+
 def greedy(model, prompt, cache, count):
     inputs, found = mx.array([prompt]), []
     for _ in range(count):
@@ -317,6 +327,29 @@ def test_kept_tokens_survive_saving(on, tmp_path):
     assert {layer.keep for layer in loaded} == {3}
     ours = logits(model, tokens(2), 8, loaded)
     np.testing.assert_array_equal(ours, logits(model, tokens(2), 8, cache))
+
+
+def test_a_wrapper_taken_off_late_does_not_lock_us_out(on):
+    ours = upstream.make_prompt_cache
+    upstream.make_prompt_cache = functools.wraps(ours)(lambda *a, **k: ours(*a, **k))
+    mlx_sinks.uninstall()
+    upstream.make_prompt_cache = ours
+    mlx_sinks.install(SinkPolicy(sinks=3), targets=["rotating"])
+    (cache,) = upstream.make_prompt_cache(small_models.make_llama(), 20)
+    assert cache.keep == 3
+    mlx_sinks.uninstall()
+    assert upstream.make_prompt_cache.__code__.co_filename == upstream.__file__
+
+
+def test_batches_of_another_kind_are_refused(on):
+    batch = RotatingKVCache.merge([RotatingKVCache(20, keep=3)])
+    for other in (
+        RotatingKVCache.merge([RotatingKVCache(20)]),
+        mlx_sinks.SinkCache.merge([mlx_sinks.SinkCache(20, 3)]),
+        RotatingKVCache.merge([RotatingKVCache(20, keep=4)]),
+    ):
+        with pytest.raises(ValueError, match="one kind"):
+            batch.extend(other)
 
 
 # --------------------------------------------------------------------- self-check
