@@ -200,13 +200,13 @@ class SinkCache(upstream._BaseCache):
         held = min(max(ends), self.window.size)
         self._grow(keys, values, held)
         column = self.window.column
-        where = mx.array([[[[column(n)] for n in range(e - L, e)]] for e in ends])
-        self.values = mx.put_along_axis(self.values, where, values, axis=2)
+        columns = [[column(n) for n in range(end - L, end)] for end in ends]
+        self.values = _put(self.values, columns, values)
         if sinks := self._sinks_to_move(ends):
             # Before the new keys, which may be sinks themselves in a shorter sequence.
             moved = self._move_sinks(self.keys[..., :sinks, :], ends)
             self.keys[..., :sinks, :] = moved
-        self.keys = mx.put_along_axis(self.keys, where, keys, axis=2)
+        self.keys = _put(self.keys, columns, keys)
         return self._held_arrays(held)
 
     def _held_arrays(self, held: int | None = None) -> tuple[mx.array, mx.array]:
@@ -495,6 +495,15 @@ class BatchSinkCache(SinkCache):
             _stacked(rows, [1] * len(caches)) for rows in arrays
         )
         return batch
+
+
+def _put(held: mx.array, columns: list[list[int]], new: mx.array) -> mx.array:
+    """Each sequence's new tokens in its columns of what is held."""
+    if len(columns) == len(columns[0]) == 1:  # decode of one text, as fast as stock's
+        [[column]] = columns
+        held[..., column : column + 1, :] = new
+        return held
+    return mx.put_along_axis(held, _rows(np.array(columns)), new, axis=2)
 
 
 def _rows(columns: np.ndarray) -> mx.array:

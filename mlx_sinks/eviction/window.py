@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class Window:
                 "counts everything kept"
             )
 
-    @property
+    @functools.cached_property
     def recent(self) -> int:
         """Columns that aren't the sinks'."""
         return self.size - self.sinks
