@@ -361,7 +361,12 @@ def _refuse_to_lose(out: Path, new: Path) -> None:
     # mlx-lm compiles the architecture where it lies.
     expected = {"__pycache__", *(path.name for path in new.iterdir())}
     foreign = sorted(names - expected)
-    if foreign or (names and not (out / INDEXER_WEIGHTS).is_file()):
+    config = Path("config.json")  # a plain folder is known by it
+    ours = (out / INDEXER_WEIGHTS).is_file() or (
+        (out / config).is_file()
+        and (out / config).read_bytes() == (new / config).read_bytes()
+    )
+    if foreign or (names and not ours):
         held = f"; it holds {', '.join(foreign[:3])}" if foreign else ""
         raise ValueError(f"{out} is not a folder that this script wrote{held}")
 

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import small_models
 from processes import BENCH, bench
@@ -16,6 +18,8 @@ BUILD = BENCH.parent / "build" / f"test-plain-{Path(sys.prefix).name}"
 
 @pytest.fixture(scope="module")
 def smollm2():
+    if Version(version("mlx-lm")) < Version("0.32.0"):
+        pytest.skip("minutes without an optimised BLAS; the newest release runs it")
     built = bench("smollm2_dsa/build.py", "--out", BUILD, "--plain")
     assert built.status == 0, built.stderr
     return BUILD
@@ -34,7 +38,7 @@ def measured(script, *arguments):
 
 def test_the_sinks_of_a_window_are_worth_more_than_half(smollm2):
     """Stock loses them in steps of several tokens and in batches; ours doesn't."""
-    options = ["--model", smollm2, "--text", TEXT, "--tokens", 192, "--window", 64]
+    options = ["--model", smollm2, "--text", TEXT, "--tokens", 128, "--window", 48]
     result = measured("rotating_window.py", *options, "--chunks", 48, "--batch", 2)
     for row in (*result["alone"], *result["batch"]):
         assert row["rotating"] == pytest.approx(row["sink cache"], rel=1e-3)
@@ -44,19 +48,20 @@ def test_the_sinks_of_a_window_are_worth_more_than_half(smollm2):
 
 def test_positions(smollm2, tmp_path):
     pytest.importorskip("matplotlib")
-    options = ["--model", smollm2, "--text", TEXT, "--tokens", 160, "--window", 64]
+    options = ["--model", smollm2, "--text", TEXT, "--tokens", 112, "--window", 48]
     result = measured("sink_positions.py", *options, "--block", 32, "--out", tmp_path)
     assert result == json.loads((tmp_path / "positions.json").read_text())
     assert (tmp_path / "positions.png").read_bytes().startswith(b"\x89PNG")
     assert result["prefill_equal"]
-    evictions = {"dense": 0, "absolute": 95, "local": 95, "mismatched": 95}
-    assert result["evictions"] == evictions
-    layers = 30
+    gone, layers = 112 - 1 - 48, 30
+    assert result["evictions"] == dict.fromkeys(result["evictions"], gone) | {
+        "dense": 0
+    }
     assert result["rotations"] == {
         "dense": 0,
         "absolute": 0,
-        "local": 95 * 4 * layers,
-        "mismatched": 95 * 60 * layers,
+        "local": gone * 4 * layers,
+        "mismatched": gone * 44 * layers,
     }
     for block in result["blocks"]:
         assert block["absolute"] < 1.5 * block["dense"]
@@ -75,7 +80,7 @@ def test_speed_is_measured_and_memory_constant(llama):
         assert [row["tokens"] for row in rows] == [*range(50, 501, 50)]
         assert len({row["bytes"] for row in rows}) == 1
     shown = bench("cache_speed.py", "--model", llama, *options)
-    assert "µs a step" in shown.stdout
+    assert "ratio" in shown.stdout and "500" in shown.stdout
 
 
 @pytest.mark.parametrize(
