@@ -103,12 +103,14 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help="to keep")
 
 
-def add_reading(parser: argparse.ArgumentParser, tokens: int) -> None:
-    parser.add_argument("--text", type=Path, help="default: Python's own manual")
-    parser.add_argument("--tokens", type=count, default=tokens, help="how many to read")
-    parser.add_argument(
-        "--skip", type=whole, default=0, help="tokens of the text to leave out first"
-    )
+def add_reading(parser: argparse.ArgumentParser, tokens: int, window: int) -> None:
+    """What to read, past which window."""
+    add = parser.add_argument
+    add("--text", type=Path, help="default: Python's own manual")
+    add("--tokens", type=count, default=tokens, help="how many to read")
+    add("--skip", type=whole, default=0, help="tokens of the text to leave out first")
+    add("--window", type=count, default=window, help="tokens kept, sinks included")
+    add("--sinks", type=int, default=4, help="tokens kept for good")
 
 
 def tokens_to_read(

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.deepseek_v32 import Indexer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -43,6 +44,11 @@ def load_any(
     if mx.default_device() == mx.Device(mx.cpu):
         _make_fast_for_reference_blas(model)
     return model, tokenizer
+
+
+def rotating_cache(model: nn.Module, window: int, sinks: int) -> list[RotatingKVCache]:
+    """What ``--max-kv-size`` stands for in stock mlx-lm."""
+    return [RotatingKVCache(window, keep=sinks) for _ in model.layers]
 
 
 def indexers(model: nn.Module) -> list[nn.Module]:

@@ -30,7 +30,7 @@ from rich.table import Table
 
 import mlx_sinks
 from arguments import HelpFormatter, add_output, count, environment, put_out, run
-from arms import load_any
+from arms import load_any, rotating_cache
 from blas import restart_with_fast_blas
 
 ARMS = ("rotating", "absolute", "local", "full")
@@ -84,16 +84,13 @@ def makers(
 ) -> dict[str, Callable[[], list[Any]]]:
     """How each arm makes its caches."""
 
-    def rotating():
-        return [upstream.RotatingKVCache(window, keep=sinks) for _ in model.layers]
-
     def sink_cache(mode):
         return lambda: mlx_sinks.make_sink_cache(
             model, window, sinks=sinks, position_mode=mode
         )
 
     return {
-        "rotating": rotating,
+        "rotating": lambda: rotating_cache(model, window, sinks),
         "absolute": sink_cache("absolute"),
         "local": sink_cache("local"),
         "full": lambda: upstream.make_prompt_cache(model),

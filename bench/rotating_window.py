@@ -42,7 +42,7 @@ from arguments import (
     run,
     tokens_to_read,
 )
-from arms import load_any
+from arms import load_any, rotating_cache
 from blas import restart_with_fast_blas
 from generation import batch_losses
 
@@ -56,9 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="folder or hub id")
-    add_reading(parser, tokens=2400)
-    add("--window", type=count, default=512, help="tokens kept, sinks included")
-    add("--sinks", type=int, default=4, help="tokens kept for good")
+    add_reading(parser, tokens=2400, window=512)
     add("--chunks", type=count, nargs="+", default=[64, 512, 2048], help="of a step")
     batches = range(len(BATCH) + 1)
     add("--batch", type=int, choices=batches, default=4, help="texts of the batch")
@@ -117,9 +115,6 @@ def arms(
     policy = mlx_sinks.SinkPolicy(sinks=sinks)
     mlx_sinks.make_sink_cache(model, window, sinks=sinks)  # refuses what can't be
 
-    def stock():
-        return [upstream.RotatingKVCache(window, keep=sinks) for _ in model.layers]
-
     def rotating():
         mlx_sinks.install(policy, targets=["rotating"])
         return upstream.make_prompt_cache(model, window)
@@ -133,7 +128,7 @@ def arms(
 
     return {
         "full": unpatched(functools.partial(upstream.make_prompt_cache, model)),
-        "stock": unpatched(stock),
+        "stock": unpatched(functools.partial(rotating_cache, model, window, sinks)),
         "rotating": rotating,
         "sink cache": unpatched(
             functools.partial(mlx_sinks.make_sink_cache, model, window, sinks=sinks)

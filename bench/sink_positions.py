@@ -73,9 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="folder or hub id")
-    add_reading(parser, tokens=2600)
-    add("--window", type=count, default=260, help="tokens kept, sinks included")
-    add("--sinks", type=int, default=4, help="tokens kept for good")
+    add_reading(parser, tokens=2600, window=260)
     add("--block", type=count, default=256, help="tokens of a block")
     add("--chunk", type=count, default=1, help="tokens of a step past the window")
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="all of them")

@@ -33,8 +33,9 @@ def _on_mlx_lm() -> None:
         return
     from .patches.registry import PATCHES, install_from_environment
 
+    off = switched_off()
     for name, patch in PATCHES.items():
-        if name in switched_off():
+        if name in off:
             continue
         install = functools.partial(install_from_environment, policy, name)
         _when_imported(patch.module, install)

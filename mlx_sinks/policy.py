@@ -48,15 +48,7 @@ class SinkPolicy:
 
     def __post_init__(self):
         for field in fields(self):
-            value = getattr(self, field.name)
-            try:
-                count = operator.index(value)
-            except TypeError:
-                count = -1
-            if isinstance(value, bool) or count < 0:
-                raise PolicyError(
-                    f"{field.name} must be a whole number of tokens >= 0, not {value!r}"
-                )
+            count = whole_number(field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, count)
 
     def __str__(self):
@@ -110,6 +102,19 @@ def _fit(policy: SinkPolicy, index_topk: int) -> SinkPolicy:
         stacklevel=3,
     )
     return SinkPolicy(policy.sinks, room)
+
+
+def whole_number(name: str, value: object, least: int = 0) -> int:
+    """A number of tokens as a program gives it, NumPy's integers included."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if isinstance(value, bool) or count < least:
+        raise PolicyError(
+            f"{name} must be a whole number of tokens >= {least}, not {value!r}"
+        )
+    return count
 
 
 def parse_count(name: str, text: str) -> int:

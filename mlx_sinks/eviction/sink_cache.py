@@ -241,16 +241,13 @@ class SinkCache(upstream._BaseCache):
         T, seen = keys.shape[2], np.array(self._seen)[:, None]
 
         def places(positions):
-            """Columns of keys where tokens lie now; any at all for no token."""
-            new = held + positions - seen
-            old = np.where(positions < self.window.sinks, positions, columns)
+            """Where tokens lie now, for each column; any place for no token."""
+            new, old = held + positions - seen, np.arange(positions.shape[1])
             return np.clip(np.where(positions >= seen, new, old), 0, max(T - 1, 0))
 
-        columns = np.arange(self._held_columns(L))
-        source = places(self.window.held(ends, len(columns)))
+        source = places(self.window.held(ends, self._held_columns(L)))
         if sinks := self._sinks_to_move(ends):
-            columns = np.arange(sinks)
-            where = _rows(places(columns[None]))
+            where = _rows(places(np.arange(sinks)[None]))
             moved = self._move_sinks(mx.take_along_axis(keys, where, axis=2), ends)
             keys = mx.put_along_axis(keys, where, moved, axis=2)
         self.keys, self.values = (
@@ -322,15 +319,12 @@ class SinkCache(upstream._BaseCache):
         )
 
     def _refuse_another_kind(self, other: SinkCache) -> None:
-        kinds = [
-            (
-                type(cache),
-                vars(cache).get("window"),
-                vars(cache).get("rotation") is None,
-            )
-            for cache in (self, other)
-        ]
-        if kinds[0] != kinds[1]:
+        alike = (
+            type(other) is type(self)
+            and other.window == self.window
+            and (other.rotation is None) == (self.rotation is None)
+        )
+        if not alike:
             raise ValueError(
                 "only caches of one kind, with the same window, sinks and position "
                 "mode, make a batch"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import operator
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+
+from ..policy import whole_number
 
 # The position of a column that holds no token: later than any query.
 EMPTY = np.iinfo(np.int32).max // 2
@@ -37,18 +38,8 @@ class Window:
     sinks: int
 
     def __post_init__(self):
-        for name, least in (("size", 1), ("sinks", 0)):
-            value = getattr(self, name)
-            try:
-                count = operator.index(value)
-            except TypeError:
-                count = least - 1
-            if isinstance(value, bool) or count < least:
-                what = "window" if name == "size" else name
-                raise ValueError(
-                    f"{what} must be a whole number of tokens >= {least}, not {value!r}"
-                )
-            object.__setattr__(self, name, count)
+        object.__setattr__(self, "size", whole_number("window", self.size, least=1))
+        object.__setattr__(self, "sinks", whole_number("sinks", self.sinks))
         if self.sinks >= self.size:
             raise ValueError(
                 f"sinks={self.sinks} must be smaller than window={self.size}, which "

@@ -208,9 +208,7 @@ def rotating_mask(
         if not narrow or seen < window_size:
             return None
         columns = np.arange(min(seen + 1, window.size))
-        newest = cache._idx if seen < window.size else max(cache._idx, window.sinks)
-        if newest >= window.size:
-            newest = window.sinks
+        newest = cache._idx if cache._idx < window.size else window.sinks
         positions = seen - (newest - columns) % window.recent
     else:
         # A step's tokens follow at most max_size - 1 earlier ones, in order of time.
