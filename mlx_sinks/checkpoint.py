@@ -1,0 +1,94 @@
+"""What a checkpoint's configuration says of its indexers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FULL, SHARED = "full", "shared"
+_LETTERS = {"F": FULL, "S": SHARED}
+
+ROPE_KEY = "indexer_rope_interleave"
+# Whether the indexer's rotary embedding pairs neighbours, where a configuration doesn't
+# say: as DeepSeek's reference implementation and GLM-5's checkpoints have it.
+INTERLEAVES = {"deepseek_v32": False, "glm_moe_dsa": True}
+# Of the reference implementations' LayerNorm of indexer keys.
+K_NORM_EPS = 1e-6
+
+
+class CheckpointError(ValueError):
+    """A configuration that no model can follow; the message names its key."""
+
+
+def indexer_schedule(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """``"full"`` or ``"shared"`` for each layer, ``None`` where nothing is shared.
+
+    A full layer selects with its own indexer, a shared one reuses the selection of the
+    last full layer (IndexShare, arXiv:2603.12201; GLM-5.2 and later). As in the
+    reference implementation ``indexer_types`` goes before ``index_topk_pattern``, and
+    that before ``index_topk_freq`` with ``index_skip_topk_offset``.
+
+    Parameters
+    ----------
+    config : mapping
+        A checkpoint's ``config.json``.
+
+    Raises
+    ------
+    CheckpointError
+        A first layer marked shared, another number of entries than layers, or an entry
+        that is neither.
+    """
+    layers = config["num_hidden_layers"]
+    for name in ("indexer_types", "index_topk_pattern"):
+        if (stated := config.get(name)) is not None:
+            kinds = _kinds(name, stated)
+            break
+    else:
+        name = "index_topk_freq"
+        kinds = _spaced(layers, config)
+    if len(kinds) != layers:
+        raise CheckpointError(f"{name} has {len(kinds)} entries for {layers} layers")
+    if kinds[0] != FULL:
+        raise CheckpointError(
+            f"{name} marks the first layer as shared: there is no selection to reuse"
+        )
+    return kinds if SHARED in kinds else None
+
+
+def indexer_interleaves(config: Mapping[str, Any]) -> bool | None:
+    """Whether the indexer's RoPE pairs neighbours; ``None`` for kinds without one."""
+    stated = config.get(ROPE_KEY)
+    return INTERLEAVES.get(config.get("model_type")) if stated is None else bool(stated)
+
+
+def _kinds(name: str, stated: Any) -> tuple[str, ...]:
+    if not isinstance(stated, (str, list, tuple)) or not stated:
+        raise CheckpointError(f"{name} must be a list of kinds, not {stated!r}")
+    kinds = [_LETTERS.get(k, k) for k in stated] if name.endswith("pattern") else stated
+    for number, kind in enumerate(kinds):
+        if kind not in (FULL, SHARED):
+            raise CheckpointError(
+                f"{name} marks layer {number} as {kind!r}, neither {FULL} nor {SHARED}"
+            )
+    return tuple(kinds)
+
+
+def _spaced(layers: int, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Every layer before the offset's, then one in ``index_topk_freq``."""
+    freq = _whole(config, "index_topk_freq", 1, least=1)
+    offset = _whole(config, "index_skip_topk_offset", 2, least=0)
+    return tuple(
+        SHARED if max(layer - offset + 1, 0) % freq else FULL for layer in range(layers)
+    )
+
+
+def _whole(config: Mapping[str, Any], name: str, otherwise: int, least: int) -> int:
+    number = config.get(name)
+    if number is None:
+        return otherwise
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise CheckpointError(
+            f"{name} must be a whole number >= {least}, not {number!r}"
+        )
+    return number
