@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .checkpoint import CheckpointError
     from .eviction.prompt_cache import make_sink_cache
     from .eviction.sink_cache import BatchSinkCache, SinkCache
     from .patches.registry import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckpointError": "checkpoint",
     "BatchSinkCache": "eviction.sink_cache",
     "SinkCache": "eviction.sink_cache",
     "SinkPolicy": "policy",
@@ -42,6 +44,7 @@ _HOMES = {
 }
 __all__ = [
     "BatchSinkCache",
+    "CheckpointError",
     "PatchError",
     "PatchReport",
     "PolicyError",

@@ -5,6 +5,7 @@ Nothing of MLX is imported before the program imports mlx-lm itself.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from .checkpoint import CheckpointError
 from .policy import VARIABLE, PolicyError, SinkPolicy, switched_off
 
 
@@ -33,12 +35,13 @@ def _on_mlx_lm() -> None:
         return
     from .patches.registry import PATCHES, install_from_environment
 
-    off = switched_off()
-    for name, patch in PATCHES.items():
-        if name in off:
-            continue
-        install = functools.partial(install_from_environment, policy, name)
-        _when_imported(patch.module, install)
+    # One hook a module: where one of its patches is refused, none of them is in.
+    targets = collections.defaultdict(list)
+    for name in PATCHES.keys() - set(switched_off()):
+        targets[PATCHES[name].module].append(name)
+    for module, names in targets.items():
+        install = functools.partial(install_from_environment, policy, names)
+        _when_imported(module, install)
 
 
 def _when_imported(name: str, act: Callable[[], object]) -> None:
@@ -64,7 +67,8 @@ def _is_about_the_environment(error: BaseException | None) -> bool:
     """Ours, and told whole by its sentence: it names the variable to change."""
     from .patches.upstreams import PatchError  # the registry needs mlx-lm
 
-    return isinstance(error, (PolicyError, PatchError)) and VARIABLE in str(error)
+    ours = (CheckpointError, PatchError, PolicyError)
+    return isinstance(error, ours) and VARIABLE in str(error)
 
 
 def _say_ours(otherwise, kind, error, traceback) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from . import __version__
 from .policy import (
     ACCEPTED,
+    TARGETS,
     VARIABLE,
     PolicyError,
     SinkPolicy,
     parse_count,
     switched_off,
 )
+
+MODEL = "folder or hub id, as for mlx_lm.generate"
+DEFAULT = "(default: %(default)s)"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,8 +54,46 @@ def main(arguments: list[str] | None = None) -> int:
         "selection.",
     )
     add = probe.add_argument
-    default = "(default: %(default)s)"
-    add("--model", required=True, help="folder or hub id, as for mlx_lm.generate")
+    add("--model", required=True, help=MODEL)
+    _add_reading(probe)
+    add("--worst", type=_count, default=5, help=f"layers in the table {DEFAULT}")
+    _add_policy(probe, "")
+    add("--json", action="store_true", help="print JSON, no table")
+    add("--out", type=_folder, help="folder for probe.json and probe.png")
+    probe.set_defaults(function=_probe)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what loses sinks here, why, and what helps",
+        description="Tries each place of this mlx-lm that is known to lose sinks, and "
+        "reads the configuration and the headers of a checkpoint: nothing of its "
+        f"weights, unless --probe asks for it. {VARIABLE} counts as it is in your "
+        "shell. The exit status is 1 where something is wrong.",
+    )
+    add = doctor.add_argument
+    add("--model", help=MODEL)
+    add(
+        "--context",
+        type=_count,
+        metavar="N",
+        help="tokens to hold (default: all that the model allows)",
+    )
+    add("--max-kv-size", type=_count, metavar="N", help="as given to mlx-lm")
+    add("--probe", action="store_true", help="load the model and probe its indexers")
+    _add_reading(doctor)
+    add("--json", action="store_true", help="print JSON, no table")
+    add("--out", type=Path, metavar="FILE", help="file for the JSON")
+    doctor.set_defaults(function=_doctor)
+    options = parser.parse_args(arguments)
+    try:
+        return options.function(options)
+    except PolicyError as error:
+        return _fail(str(error))
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    """How a probe reads a text."""
+    add = parser.add_argument
     add("--text", type=Path, help="file to read instead of Python's own manual")
     add(
         "--tokens",
@@ -61,21 +104,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--block",
         type=_count,
         default=256,
-        help=f"positions averaged in one figure {default}",
+        help=f"positions averaged in one figure {DEFAULT}",
     )
-    add("--queries", type=_count, default=8, help=f"looked at in each block {default}")
-    add("--chunk", type=_count, default=256, help=f"tokens a step {default}")
-    add("--worst", type=_count, default=5, help=f"layers in the table {default}")
-    _add_policy(probe, "")
-    add("--json", action="store_true", help="print JSON, no table")
-    add("--out", type=_folder, help="folder for probe.json and probe.png")
+    add("--queries", type=_count, default=8, help=f"looked at in each block {DEFAULT}")
+    add("--chunk", type=_count, default=256, help=f"tokens a step {DEFAULT}")
     add("--trust-remote-code", action="store_true", help="run the folder's own code")
-    probe.set_defaults(function=_probe)
-    options = parser.parse_args(arguments)
-    try:
-        return options.function(options)
-    except PolicyError as error:
-        return _fail(str(error))
 
 
 def _add_policy(parser: argparse.ArgumentParser, otherwise: str) -> None:
@@ -138,12 +171,42 @@ def _run(options: argparse.Namespace) -> int:
 
 def _probe(options: argparse.Namespace) -> int:
     policy = SinkPolicy(**_asked(options))
-    if options.queries > options.block:
-        return _fail(f"--queries {options.queries} exceeds --block {options.block}")
-    try:
+    _check_reading(options)
+
+    def probe() -> int:
         from .probing.command import run  # mlx and mlx-lm: seconds
 
         return run(options, policy)
+
+    return _with_sentences(probe)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    _check_reading(options)
+    if options.model is None and (options.probe or options.context):
+        return _fail("--probe and --context are about a model: say which, with --model")
+    policy, off = SinkPolicy.from_env(), switched_off()
+    # This process looks at stock mlx-lm first, whatever the shell's commands do.
+    os.environ.pop(VARIABLE, None)
+
+    def doctor() -> int:
+        from .doctor.command import run
+
+        return run(options, policy, frozenset(TARGETS) - set(off) if policy else ())
+
+    return _with_sentences(doctor)
+
+
+def _check_reading(options: argparse.Namespace) -> None:
+    if options.queries > options.block:
+        raise PolicyError(
+            f"--queries {options.queries} exceeds --block {options.block}"
+        )
+
+
+def _with_sentences(act: Callable[[], int]) -> int:
+    try:
+        return act()
     except (OSError, ValueError, RuntimeError) as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:

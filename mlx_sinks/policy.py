@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 VARIABLE = "MLX_SINKS"
 ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128,rotating=0"'
 # Patches by the names that they have in the registry; each can be switched off alone.
-TARGETS = ("dsa", "rotating")
+TARGETS = ("dsa", "rotating", "index_share", "indexer_fidelity")
 _ON = frozenset({"1", "on", "true", "yes"})
 OFF = frozenset({"", "0", "off", "false", "no"})
 

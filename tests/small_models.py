@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import mlx.core as mx
@@ -67,11 +68,15 @@ def make(
     seed: int = 0,
     dtype: mx.Dtype = mx.float32,
     bits: int | None = None,
+    **more,
 ) -> nn.Module:
-    """A model of random weights, in groups of 32 where ``bits`` are given."""
+    """A model of random weights, in groups of 32 where ``bits`` are given.
+
+    ``more`` goes before what ``config`` says.
+    """
     upstream = importlib.import_module(f"mlx_lm.models.{kind}")
     mx.random.seed(seed)
-    facts = config(kind, index_topk)
+    facts = {**config(kind, index_topk), **more}
     if dtype != mx.float32:
         # mlx's CPU backend multiplies experts in float32 only.
         facts["first_k_dense_replace"] = facts["num_hidden_layers"]
@@ -113,12 +118,32 @@ def write_folder(
     index_topk: int = INDEX_TOPK,
     seed: int = 0,
     bits: int | None = None,
+    without: Iterable[int] = (),
+    **more,
 ) -> Path:
-    """A model folder for ``--model``; returns ``folder``."""
-    facts = config(kind, index_topk)
+    """A model folder for ``--model``; returns ``folder``.
+
+    Layers ``without`` an indexer have no weights of one, as shared layers in GLM-5.2's
+    checkpoints; ``more`` goes before what ``config`` says.
+    """
+    facts = {**config(kind, index_topk), **more}
     if bits is not None:
         facts["quantization"] = {"group_size": 32, "bits": bits}
-    return _write(folder, facts, make(kind, index_topk, seed, bits=bits))
+    model = make(kind, index_topk, seed, bits=bits, **more)
+    left_out = tuple(f"model.layers.{layer}.self_attn.indexer." for layer in without)
+    return save_folder(folder, facts, model, left_out)
+
+
+def glm52(layers: int = 78) -> dict:
+    """The schedule of GLM-5.2: layers 0, 1 and 2 are full, then one in four."""
+    kinds = ["full" if max(i - 2, 0) % 4 == 0 else "shared" for i in range(layers)]
+    return {"num_hidden_layers": layers, "indexer_types": kinds}
+
+
+def shared_layers(facts: dict) -> list[int]:
+    """Numbers of the layers that ``indexer_types`` marks as shared."""
+    kinds = facts.get("indexer_types", ())
+    return [layer for layer, kind in enumerate(kinds) if kind == "shared"]
 
 
 LLAMA = dict(
@@ -144,13 +169,23 @@ def make_llama(seed: int = 0, **facts) -> llama.Model:
 
 def write_llama_folder(folder: Path, **facts) -> Path:
     """The same as a folder; returns ``folder``."""
-    return _write(folder, {**LLAMA, **facts}, make_llama(**facts))
+    return save_folder(folder, {**LLAMA, **facts}, make_llama(**facts))
 
 
-def _write(folder: Path, facts: dict, model: nn.Module) -> Path:
+def save_folder(
+    folder: Path, facts: dict, model: nn.Module, left_out: tuple[str, ...] = ()
+) -> Path:
+    """Write a model as mlx-lm's own converter does; returns ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(facts))
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    weights = {
+        name: weight
+        for name, weight in tree_flatten(model.parameters())
+        if not name.startswith(left_out)
+    }
+    file = folder / "model.safetensors"
+    mx.save_safetensors(str(file), weights, {"format": "mlx"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, file.name)}
+    file.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
     tokenizer().save_pretrained(folder)
     return folder

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -16,10 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from packaging.version import Version
 
+from ..columns import forced_columns
 from ..indexer import Dialect, indexer_forward
 from ..policy import SinkPolicy
 from ..selection import is_heard
-from .upstreams import replaced_by_others
+from .upstreams import random_state_kept, replaced_by_others
 
 
 class DSAPatch:
@@ -39,12 +39,7 @@ class DSAPatch:
         say()
 
     def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
-        upstream_call = module.Indexer.__call__
-        return [
-            part
-            for part in model.modules()
-            if isinstance(part, module.Indexer) and type(part).__call__ is upstream_call
-        ]
+        return [part for part in model.modules() if _calls_upstream(part, module)]
 
     def is_on(self, module: ModuleType) -> bool:
         # A wrapper made with functools.wraps has our mark too, and calls us.
@@ -53,7 +48,7 @@ class DSAPatch:
     def self_check(self, module: ModuleType, version: str) -> str | None:
         if reason := replaced_by_others(module.Indexer.__call__, self.module):
             return reason
-        with _random_state_kept():
+        with random_state_kept():
             indexer = _small_indexer(module)
         ours = functools.partial(
             indexer_forward,
@@ -66,6 +61,22 @@ class DSAPatch:
             if not _same(_selections(module, ours, left_padding, steps), expected):
                 return f"the patched Indexer differs from upstream's {case}"
         return None
+
+    def faults(self, module: ModuleType) -> list[str]:
+        policy, lost, made = SinkPolicy(2, 2), 0, 0
+        with random_state_kept():
+            indexer = _small_indexer(module)
+        indexer.sink_policy = policy  # small enough for it, whatever is in force
+        for left_padding, steps in _CASES.values():
+            first = None if left_padding is None else mx.array(left_padding)
+            *selections, _, _ = _selections(module, indexer, left_padding, steps)
+            for selected in selections:
+                forced = forced_columns(policy, *selected.shape[2:], first)
+                lost += (forced & ~selected).any(axis=-1).sum().item()
+                made += selected[..., 0].size
+        if not lost:
+            return []
+        return [f"{lost} of {made} selections leave out a first or newest token"]
 
     def install(
         self, module: ModuleType, version: str, policy: SinkPolicy | None
@@ -97,6 +108,14 @@ class DSAPatch:
 
         forward.sinks_forward = forward
         return forward
+
+
+def _calls_upstream(part: nn.Module, module: ModuleType) -> bool:
+    if not isinstance(part, module.Indexer):
+        return False
+    # A class that adds to upstream's forward has to say so.
+    extends = getattr(part, "extends_upstream", False)
+    return extends or type(part).__call__ is module.Indexer.__call__
 
 
 def _call(module: ModuleType) -> Any:
@@ -177,14 +196,3 @@ def _same(ours: list[mx.array], upstreams: list[mx.array]) -> bool:
     return all(
         a.shape == b.shape and mx.allclose(a, b).item() for a, b in zip(ours, upstreams)
     )
-
-
-@contextmanager
-def _random_state_kept():
-    """A small seeded model inside, the caller's random numbers untouched outside."""
-    high, low = mx.random.state[0].tolist()
-    mx.random.seed(0)
-    try:
-        yield
-    finally:
-        mx.random.seed(high << 32 | low)

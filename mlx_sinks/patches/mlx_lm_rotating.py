@@ -9,58 +9,36 @@ sliding layers, are left alone.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from ..eviction.prompt_cache import plain_layers, warn_of_others
 from ..eviction.sink_cache import BatchSinkCache, SinkCache
 from ..eviction.window import Window
 from ..policy import VARIABLE, PolicyError, SinkPolicy
-from .upstreams import replaced_by_others
+from .upstreams import FunctionsPatch
 
 WITHOUT = f'{VARIABLE}="rotating=0" goes back to upstream\'s windows'
 
 
-class RotatingPatch:
+class RotatingPatch(FunctionsPatch):
     """Replaces what loses the ``keep`` first tokens of ``RotatingKVCache``."""
 
     name = "rotating"
     module = "mlx_lm.models.cache"
     supported = ">=0.31.3,<0.33"
 
-    def __init__(self):
-        self._policy: SinkPolicy | None = None
-        self._say: Callable[[], None] = lambda: None
-
     def keeps(self, policy: SinkPolicy) -> str:
         return f"{policy.sinks} sinks of rotating windows"
 
-    def announce(self, say: Callable[[], None]) -> None:
-        self._say = say  # every program has the module, few make a window
-
-    def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
-        return []  # caches are made for each text; a model has none
-
-    def is_on(self, module: ModuleType) -> bool:
-        # A wrapper made with functools.wraps has our mark too, and calls us.
-        return all(
-            hasattr(_function(holder, name), "sinks_upstream")
-            for holder, name, _ in self._sites(module)
-        )
-
     def self_check(self, module: ModuleType, version: str) -> str | None:
-        for holder, name, _ in self._sites(module):
-            function = _function(holder, name)
-            home = getattr(holder, "__module__", module.__name__)
-            if reason := replaced_by_others(_upstream_of(function) or function, home):
-                return reason
+        if reason := self._replaced_by_others(module):
+            return reason
         upstream = module.RotatingKVCache
         window = Window(size=6, sinks=2)
         for cuts in _CUTS:
@@ -76,28 +54,28 @@ class RotatingPatch:
                 seen = _seen_by_each(each, _numbered(fed, 1), None)
                 if seen != _expected(window, fed + 1, 1):
                     return f"a RotatingKVCache differs after a batch, after {cuts}"
-        maker = module.make_prompt_cache
-        model = SimpleNamespace(layers=[None])
-        (made,) = (_upstream_of(maker) or maker)(model, window.size)
+        make = self._upstream(module, "make_prompt_cache")
+        (made,) = make(SimpleNamespace(layers=[None]), window.size)
         if type(made) is not upstream or made.max_size != window.size:
             return "make_prompt_cache makes another cache than a RotatingKVCache"
         return None
 
-    def install(
-        self, module: ModuleType, version: str, policy: SinkPolicy | None
-    ) -> None:
-        self._policy = policy
-        for holder, name, ours in self._sites(module):
-            function = _function(holder, name)
-            if not hasattr(function, "sinks_upstream"):
-                _put(holder, name, self._instead_of(function, ours))
-
-    def uninstall(self, module: ModuleType) -> None:
-        # Somebody may have wrapped ours since: then it stays, passing through.
-        self._policy = None
-        for holder, name, _ in self._sites(module):
-            if upstream := _upstream_of(_function(holder, name)):
-                _put(holder, name, upstream)
+    def faults(self, module: ModuleType) -> list[str]:
+        window, found = Window(size=6, sinks=2), []
+        cache = module.RotatingKVCache(max_size=window.size, keep=window.sinks)
+        for fed, N in ((4, 4), (9, 5)):
+            seen = _seen_by_each(cache, _numbered(fed - N, N), cache.make_mask(N))
+        if seen != _expected(window, fed, N):
+            found.append("a step of several tokens hides a window's first ones")
+        batch = module.RotatingKVCache.merge([cache])
+        for fed in range(9, 9 + 2 * window.size):
+            seen = _seen_by_each(batch, _numbered(fed, 1), batch.make_mask(1))
+        if not seen[0] >= set(range(window.sinks)):
+            found.append("batches drop a window's first tokens")
+        model = SimpleNamespace(layers=[None], make_cache=lambda: [module.KVCache()])
+        if type(module.make_prompt_cache(model, window.size)[0]) is module.KVCache:
+            found.append("max_kv_size is overlooked where a model makes its caches")
+        return found
 
     def _sites(self, module: ModuleType) -> Iterator[tuple[Any, str, Callable]]:
         """What is replaced, where, and by what.
@@ -115,18 +93,6 @@ class RotatingPatch:
         generator = getattr(generate, "BatchGenerator", None)
         if hasattr(generator, "_make_new_cache"):
             yield generator, "_make_new_cache", self._make_new_cache
-
-    def _instead_of(self, upstream: Callable, ours: Callable) -> Callable:
-        """``ours(upstream, …)`` while a policy is in force, upstream otherwise."""
-
-        @functools.wraps(upstream)
-        def function(*arguments, **named):
-            if self._policy is None:
-                return upstream(*arguments, **named)
-            return ours(upstream, *arguments, **named)
-
-        function.sinks_upstream = function, upstream
-        return function
 
     def _make_mask(self, upstream, cache, N, window_size=None, return_array=False):
         if not cache.keep:
@@ -229,23 +195,6 @@ def _as_sink_cache(cache: Any) -> SinkCache:
     return SinkCache.of(cache.max_size, cache.keep, cache.offset, keys, values)
 
 
-def _function(holder: Any, name: str) -> Callable:
-    """A function of a module or class; a class method's own."""
-    value = vars(holder)[name]
-    return getattr(value, "__func__", value)
-
-
-def _put(holder: Any, name: str, function: Callable) -> None:
-    is_bound = isinstance(vars(holder)[name], classmethod)
-    setattr(holder, name, classmethod(function) if is_bound else function)
-
-
-def _upstream_of(function: Callable) -> Callable | None:
-    """What one of ours replaces; ``None`` for any other, a wrapper of ours included."""
-    ours, upstream = getattr(function, "sinks_upstream", (None, None))
-    return upstream if ours is function else None
-
-
 # How the self-check feeds a window of six: tokens a call.
 _CUTS = ((3,), (4, 2), (9,), (4, 5, 1, 3), (1,) * 9, (9, 1, 4, 1, 1))
 
@@ -260,7 +209,8 @@ def _seen_by_each(cache: Any, keys: mx.array, mask: Any) -> list[set[int]]:
     N, held = keys.shape[2], np.array(cache.update_and_fetch(keys, keys)[0]).ravel()
     if mask is None or isinstance(mask, str):
         mask = np.tri(N, held.size, held.size - N, dtype=bool)
-    return [set(held[row].astype(int)) for row in np.array(mask)]
+    rows = np.array(mask).reshape(N, held.size)
+    return [set(held[row].astype(int)) for row in rows]
 
 
 def _expected(window: Window, fed: int, N: int) -> list[set[int]]:

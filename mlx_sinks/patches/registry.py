@@ -20,6 +20,8 @@ from packaging.specifiers import SpecifierSet
 from .. import __version__
 from ..policy import OFF, VARIABLE, SinkPolicy
 from .mlx_lm_dsa import DSAPatch
+from .mlx_lm_fidelity import FidelityPatch
+from .mlx_lm_index_share import IndexSharePatch
 from .mlx_lm_rotating import RotatingPatch
 from .upstreams import PatchError
 
@@ -51,6 +53,9 @@ class Patch(Protocol):
     def self_check(self, module: ModuleType, version: str) -> str | None:
         """What differs from this upstream with an empty policy; ``None`` if nothing."""
 
+    def faults(self, module: ModuleType) -> list[str]:
+        """What goes wrong at this place now, found by running what is in force."""
+
     def install(
         self, module: ModuleType, version: str, policy: SinkPolicy | None
     ) -> None:
@@ -61,7 +66,8 @@ class Patch(Protocol):
 
 
 PATCHES: dict[str, Patch] = {
-    patch.name: patch for patch in (DSAPatch(), RotatingPatch())
+    patch.name: patch
+    for patch in (DSAPatch(), RotatingPatch(), IndexSharePatch(), FidelityPatch())
 }
 
 
@@ -138,9 +144,11 @@ def install(
     return _ask("install", policy, targets)
 
 
-def install_from_environment(policy: SinkPolicy, target: str) -> list[PatchReport]:
+def install_from_environment(
+    policy: SinkPolicy, targets: Iterable[str]
+) -> list[PatchReport]:
     """``install`` that gives way to whatever the program itself asks for."""
-    return _ask("environment", policy, [target], first=True)
+    return _ask("environment", policy, targets, first=True)
 
 
 def uninstall() -> None:

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from ..loading import load_model
 from ..patches.registry import versions
 from ..policy import SinkPolicy
-from .recorder import probe
+from .recorder import Recording, probe
 from .report import as_dict, draw, show
 from .text import MANUAL, text_ids
 
@@ -23,6 +23,37 @@ from .text import MANUAL, text_ids
 def run(options: argparse.Namespace, policy: SinkPolicy) -> int:
     """Probe as the options ask, print, and write; the exit status."""
     errors = Console(stderr=True)
+    seen, tokens = observe(options, policy, errors)
+    result = {
+        "model": options.model,
+        "text": options.text.name if options.text else MANUAL,
+        "tokens": tokens,
+        "versions": versions(),
+        "device": str(mx.default_device()),
+        **as_dict(seen),
+    }
+    written = json.dumps(result, indent=2) + "\n"
+    if options.out:
+        (options.out / "probe.json").write_text(written)
+        try:
+            draw(seen, options.out / "probe.png", f"{options.model}, {seen.policy}")
+        except ImportError:
+            errors.print(
+                "mlx-sinks: no matplotlib, so no picture: "
+                "pip install 'mlx-sinks[plots]'",
+                markup=False,
+            )
+    if options.json:
+        sys.stdout.write(written)
+    else:
+        show(seen, Console(), options.worst)
+    return 0
+
+
+def observe(
+    options: argparse.Namespace, policy: SinkPolicy, errors: Console
+) -> tuple[Recording, int]:
+    """Load the options' model and read their text; what was seen of how many tokens."""
     with errors.status(f"Loading {escape(options.model)} …"):
         model, tokenizer = load_model(options.model, options.trust_remote_code)
     all_ids = text_ids(tokenizer, options.text)
@@ -48,27 +79,4 @@ def run(options: argparse.Namespace, policy: SinkPolicy) -> int:
             f"no query was looked at between index_topk {seen.index_topk} and token "
             f"{wanted}: ask for more --tokens or --queries"
         )
-    result = {
-        "model": options.model,
-        "text": options.text.name if options.text else MANUAL,
-        "tokens": wanted,
-        "versions": versions(),
-        "device": str(mx.default_device()),
-        **as_dict(seen),
-    }
-    written = json.dumps(result, indent=2) + "\n"
-    if options.out:
-        (options.out / "probe.json").write_text(written)
-        try:
-            draw(seen, options.out / "probe.png", f"{options.model}, {seen.policy}")
-        except ImportError:
-            errors.print(
-                "mlx-sinks: no matplotlib, so no picture: "
-                "pip install 'mlx-sinks[plots]'",
-                markup=False,
-            )
-    if options.json:
-        sys.stdout.write(written)
-    else:
-        show(seen, Console(), options.worst)
-    return 0
+    return seen, wanted

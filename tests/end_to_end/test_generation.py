@@ -21,10 +21,12 @@ NEW_TOKENS = 24
 LENGTHS = (5, 40, 23, 61)
 
 
-@pytest.fixture(params=small_models.KINDS)
+@pytest.fixture(params=[*small_models.KINDS, "glm_moe_dsa shared"])
 def model(request):
     mlx_sinks.install(POLICY)
-    return small_models.make(request.param, seed=3)
+    kind, *shared = request.param.split()
+    facts = small_models.glm52(7) if shared else {}
+    return small_models.make(kind, seed=3, **facts)
 
 
 def prompt(seed, length):

@@ -92,7 +92,7 @@ def test_uninstall_inside_a_block_ends_everything():
 
 def test_the_program_goes_before_the_environment():
     mlx_sinks.install(SinkPolicy(1, 1))
-    registry.install_from_environment(SinkPolicy(2, 2), "dsa")
+    registry.install_from_environment(SinkPolicy(2, 2), ["dsa"])
     assert policy_in_force() == SinkPolicy(1, 1)
 
 

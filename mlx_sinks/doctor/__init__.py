@@ -1,0 +1,1 @@
+"""What loses sinks in this installation and with this checkpoint, and what helps."""

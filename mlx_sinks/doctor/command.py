@@ -1,0 +1,135 @@
+"""``mlx-sinks doctor``: look, say what is wrong, and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..patches.registry import QUIET_VARIABLE, patched, versions
+from ..policy import SinkPolicy
+from ..probing.command import observe
+from ..probing.report import by_layer, labels, skill, suspects
+from .checkpoint_files import Checkpoint, read_checkpoint
+from .diagnosis import Verdict, of_checkpoint, of_installation, of_probe
+from .places import Place, examine
+
+
+def run(
+    options: argparse.Namespace, policy: SinkPolicy | None, targets_on: Iterable[str]
+) -> int:
+    """Examine as the options ask, print, and write; 1 where something is wrong."""
+    os.environ[QUIET_VARIABLE] = "1"  # trying a patch isn't using it
+    errors = Console(stderr=True)
+    targets_on = frozenset(targets_on)
+    with errors.status("Looking …"):
+        places = examine(targets_on)
+        checkpoint = options.model and read_checkpoint(options.model)
+        if checkpoint:
+            verdicts = of_checkpoint(
+                checkpoint, places, options.context, options.max_kv_size
+            )
+        else:
+            verdicts = of_installation(places)
+    if options.probe:
+        verdicts += _probe(options, policy, targets_on, errors)
+    wrong = any(verdict.wrong for verdict in verdicts)
+    result = {
+        "versions": versions(),
+        "python": platform.python_version(),
+        "device": str(mx.default_device()),
+        "on": sorted(targets_on),
+        "policy": policy and str(policy),
+        "places": [{**asdict(place), "open": place.open} for place in places],
+        "model": checkpoint and facts(checkpoint),
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "wrong": wrong,
+    }
+    written = json.dumps(result, indent=2) + "\n"
+    if options.out:
+        options.out.write_text(written)
+    if options.json:
+        sys.stdout.write(written)
+    else:
+        _show(result, places, verdicts, Console())
+    return int(wrong)
+
+
+def facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint says that matters here."""
+    config = checkpoint.config
+    return {
+        "name": checkpoint.name,
+        "model_type": config["model_type"],
+        "layers": config.get("num_hidden_layers"),
+        "layers_with_indexer_weights": len(checkpoint.indexer_layers()),
+        "index_topk": config.get("index_topk"),
+        "max_position_embeddings": config.get("max_position_embeddings"),
+        "indexer_formats": checkpoint.indexer_formats(),
+    }
+
+
+def _probe(
+    options: argparse.Namespace,
+    policy: SinkPolicy | None,
+    targets_on: frozenset[str],
+    errors: Console,
+) -> list[Verdict]:
+    """Run as the shell's commands would."""
+    with patched(policy, targets_on) if targets_on else nullcontext():
+        seen, _ = observe(options, policy or SinkPolicy(), errors)
+    means, names = by_layer(seen), labels(seen.layers)
+    skills = dict(zip(names, skill(means).tolist()))
+    return of_probe([names[number] for number in suspects(means)], skills)
+
+
+def _show(
+    result: dict[str, Any],
+    places: list[Place],
+    verdicts: list[Verdict],
+    console: Console,
+) -> None:
+    console.print(
+        f"{result['versions']}, Python {result['python']}, {result['device']}",
+        highlight=False,
+    )
+    table = Table(title="Places that are known to lose sinks")
+    for heading in ("target", "stock mlx-lm", "with mlx-sinks", "in this shell"):
+        table.add_column(heading)
+    for place in places:
+        table.add_row(
+            place.target,
+            escape("; ".join(place.faults) or "not affected"),
+            "refused" if place.refused else "mended" if place.cured else "no patch",
+            "on" if place.on else "off",
+        )
+    console.print(table)
+    if model := result["model"]:
+        stored = ", ".join(f"{n} in {f}" for f, n in model["indexer_formats"].items())
+        console.print(
+            f"{model['name']}: {model['model_type']}, {model['layers']} layers, "
+            f"{model['layers_with_indexer_weights']} with indexer weights"
+            + (f" ({stored})" if stored else "")
+            + (f", index_topk {model['index_topk']:,}" if model["index_topk"] else ""),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    for verdict in verdicts:
+        sign = "[red]✗[/red]" if verdict.wrong else "[green]✓[/green]"
+        cause, sentence = escape(verdict.cause), escape(verdict.sentence)
+        lines = f"{sign} [bold]{cause}[/bold]: {sentence}"
+        if verdict.fix:
+            lines += f"\n  {escape(verdict.fix)}"
+        console.print(lines, highlight=False, soft_wrap=True)

@@ -1,0 +1,80 @@
+"""Upstream's places that lose sinks, found by what they do in this installation."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from ..patches.registry import PATCHES, PatchError, patched, uninstall
+from ..policy import SinkPolicy
+
+SNAPKV = "snapkv"
+# Rows, and a budget so tight that forks of mlx-lm cap the sinks that they keep.
+_ROWS, _BUDGET, _SINKS = 300, 16, 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place of upstream's.
+
+    Parameters
+    ----------
+    target : str
+        Name of its patch, or ``"snapkv"``.
+    module : str
+        Upstream's module.
+    faults : list of str
+        What goes wrong there in stock mlx-lm; none where it isn't affected.
+    cured : bool
+        Whether the patch mends it here.
+    on : bool
+        Whether a command started from this shell has the patch.
+    refused : str, optional
+        Why the patch can't be installed here.
+    """
+
+    target: str
+    module: str
+    faults: list[str]
+    cured: bool
+    on: bool
+    refused: str | None = None
+
+    @property
+    def open(self) -> bool:
+        """Affected, and left so."""
+        return bool(self.faults) and not (self.on and self.cured)
+
+
+def examine(targets_on: frozenset[str]) -> list[Place]:
+    """Try each place in stock mlx-lm and patched. Leaves nothing patched.
+
+    Parameters
+    ----------
+    targets_on : frozenset of str
+        What ``MLX_SINKS`` switches on in this shell.
+    """
+    places = []
+    for name, patch in PATCHES.items():
+        uninstall()
+        module = importlib.import_module(patch.module)
+        faults, refused = patch.faults(module), None
+        try:
+            with patched(SinkPolicy(), [name]):
+                cured = not patch.faults(module)
+        except PatchError as error:
+            cured, refused = False, str(error)
+        on = name in targets_on
+        places.append(Place(name, patch.module, faults, cured, on, refused))
+    return [*places, *_snapkv()]
+
+
+def _snapkv(module: str = "mlx_lm.models.cache") -> list[Place]:
+    """Forks of mlx-lm have a SnapKV of their own; the release has none."""
+    keep = getattr(importlib.import_module(module), "snapkv_keep_indices", None)
+    if keep is None:
+        return []
+    rows = keep(_ROWS, _BUDGET, [1e9] * _ROWS, sink_tokens=_SINKS)
+    kept = len(set(range(_SINKS)) & set(rows))
+    fault = f"keeps {kept} of {_SINKS} sinks in a budget of {_BUDGET} rows"
+    return [Place(SNAPKV, module, [fault] * (kept < _SINKS), False, False)]

@@ -1,0 +1,211 @@
+"""DSA models in which layers without an indexer reuse the last one's selection.
+
+IndexShare (arXiv:2603.12201), as GLM-5.2 and later have it, on the classes of
+``mlx_lm/models/deepseek_v32.py``: every forward here goes on to upstream's own, except
+under pipeline parallelism, where a selection has to cross from stage to stage.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList
+from mlx_lm.models.deepseek_v32 import (
+    DeepseekV32DecoderLayer,
+    DeepseekV32Model,
+    Indexer,
+)
+from mlx_lm.models.glm_moe_dsa import Model, ModelArgs
+
+from .checkpoint import FULL, SHARED, CheckpointError, indexer_schedule
+from .policy import VARIABLE
+
+WITHOUT = f'{VARIABLE}="index_share=0" gives every layer an indexer, as upstream does'
+
+# What the last full layer of this thread's forward selected, (B, 1, L, k) or None.
+_selection: ContextVar[mx.array | None] = ContextVar("selection")
+
+
+class FullIndexer(Indexer):
+    """Upstream's indexer, whose selection the following layers can reuse."""
+
+    extends_upstream = True
+
+    def __call__(self, x, qr, mask, cache=None):
+        columns = super().__call__(x, qr, mask, cache=cache)
+        _selection.set(columns)
+        return columns
+
+
+class SharedIndexer:
+    """What a shared layer has for an indexer: no weights and no keys.
+
+    Parameters
+    ----------
+    index_topk : int
+        Number of columns of the selection that it hands on.
+    """
+
+    def __init__(self, index_topk: int):
+        self.index_topk = index_topk
+
+    def __call__(self, x, qr, mask, cache=None) -> mx.array | None:
+        try:
+            return _selection.get()
+        except LookupError:
+            raise ValueError(
+                "a shared layer was called before any full one: there is no selection "
+                "to reuse"
+            ) from None
+
+
+class SharedLayer(DeepseekV32DecoderLayer):
+    """A layer whose cache holds no indexer keys."""
+
+    def __call__(self, x, mask=None, cache=None):
+        if cache is not None:
+            # Upstream's attention evaluates the indexer's cache along with its own.
+            cache = cache[0], cache[0]
+        return super().__call__(x, mask, cache)
+
+
+class SharingModel(DeepseekV32Model):
+    """The layers of a model with a schedule."""
+
+    schedule: tuple[str, ...]
+
+    def __call__(self, x, cache=None):
+        token = _selection.set(None)
+        try:
+            if self.pipeline_size == 1:
+                return super().__call__(x, cache)
+            return self._as_a_stage(x, cache)
+        finally:
+            _selection.reset(token)
+
+    def _as_a_stage(self, x: mx.array, cache: Any) -> mx.array:
+        """One stage of a pipeline, the last rank being the first."""
+        layers = self.layers[self.start_idx : self.end_idx]
+        cache = [None] * len(layers) if cache is None else cache
+        h = self.embed_tokens(x)
+        own = cache[0] and cache[0][0]
+        mask = create_attention_mask(h, own, return_array=True)
+        # Stages see the same columns, so each knows whether there is a selection.
+        T = 1 + (own.offset if own else 0) if mask is None else mask.shape[-1]
+        index_topk = layers[0].self_attn.indexer.index_topk
+        selects = T > index_topk
+
+        if self.pipeline_rank < self.pipeline_size - 1:
+            room = index_topk * (selects and self.schedule[self.start_idx] == SHARED)
+            h, columns = _received(h, room, self.pipeline_rank + 1)
+            _selection.set(columns)
+        for layer, c in zip(layers, cache):
+            h = layer(h, mask, c)
+        if self.pipeline_rank > 0:
+            reused = selects and self.schedule[self.end_idx] == SHARED
+            sent = _sent(
+                h, _selection.get() if reused else None, self.pipeline_rank - 1
+            )
+            h = mx.depends(h, sent)
+            if cache[-1] is not None:
+                # A stage that nobody asks for its output must send all the same.
+                cache[-1][0].keys = mx.depends(cache[-1][0].keys, sent)
+        return self.norm(mx.distributed.all_gather(h)[: h.shape[0]])
+
+
+@dataclass
+class SharingArgs(ModelArgs):
+    """Upstream's, with what a configuration can say of sharing."""
+
+    indexer_types: list[str] | None = None
+    index_topk_pattern: str | list[str] | None = None
+    index_topk_freq: int | None = None
+    index_skip_topk_offset: int | None = None
+
+
+class SharingGLM(Model):
+    """GLM-5.2 and later; a model that shares nothing becomes upstream's own.
+
+    Raises
+    ------
+    CheckpointError
+        As from ``indexer_schedule``.
+    """
+
+    say: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, args: SharingArgs):
+        super().__init__(args)
+        try:
+            schedule = indexer_schedule(vars(args))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} ({WITHOUT})") from None
+        if schedule is None:
+            self.__class__ = Model
+            return
+        self.say()
+        self.model.__class__ = SharingModel
+        self.model.schedule = schedule
+        for layer, kind in zip(self.model.layers, schedule):
+            indexer = layer.self_attn.indexer
+            if kind == FULL:
+                indexer.__class__ = FullIndexer
+            else:
+                layer.self_attn.indexer = SharedIndexer(indexer.index_topk)
+                layer.__class__ = SharedLayer
+
+    def make_cache(self):
+        return [
+            CacheList(cache[0]) if isinstance(layer, SharedLayer) else cache
+            for layer, cache in zip(self.layers, super().make_cache())
+        ]
+
+    def sanitize(self, weights):
+        weights = super().sanitize(weights)
+        idle = set(filter(self._is_idle, weights))
+        if idle:
+            warnings.warn(
+                f"{len(idle)} weights of indexers in shared layers are left out: such "
+                "layers have none, and a converter that knew no sharing made them up",
+                stacklevel=2,
+            )
+        return {name: weight for name, weight in weights.items() if name not in idle}
+
+    def _is_idle(self, name: str) -> bool:
+        parts = name.split(".")
+        return (
+            parts[:2] == ["model", "layers"]
+            and parts[3:5] == ["self_attn", "indexer"]
+            and self.model.schedule[int(parts[2])] == SHARED
+        )
+
+
+def _sent(h: mx.array, columns: mx.array | None, rank: int) -> mx.array:
+    """Hidden states (B, L, D) and a selection (B, 1, L, k) as one message of bytes.
+
+    Two messages could arrive in either order.
+    """
+    message = [h.view(mx.uint8)]
+    if columns is not None:
+        message.append(columns[:, 0].view(mx.uint8))
+    return mx.distributed.send(mx.concatenate(message, axis=-1), rank)
+
+
+def _received(
+    like: mx.array, index_topk: int, rank: int
+) -> tuple[mx.array, mx.array | None]:
+    """What ``_sent`` sent; of the selection ``index_topk`` columns, or none."""
+    B, L, D = like.shape
+    size = D * like.itemsize
+    width = size + index_topk * mx.uint32.size
+    message = mx.distributed.recv((B, L, width), mx.uint8, rank)
+    h = message[..., :size].view(like.dtype)
+    if not index_topk:
+        return h, None
+    return h, message[..., size:].view(mx.uint32)[:, None]

@@ -1,0 +1,81 @@
+"""Target ``indexer_fidelity``: the indexer's arithmetic as it was trained.
+
+Upstream file: ``mlx_lm/models/deepseek_v32.py``. mlx-lm 0.31 rotates every indexer in
+interleaved pairs, whatever ``indexer_rope_interleave`` says in a checkpoint's
+configuration (DeepSeek-V3.2's rotate by halves), and all releases normalise its keys
+with an epsilon of 1e-5 where the reference implementation has 1e-6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from types import ModuleType
+from typing import Any
+
+from ..checkpoint import K_NORM_EPS, ROPE_KEY, indexer_interleaves
+from ..policy import SinkPolicy
+from .upstreams import FunctionsPatch, random_state_kept
+
+
+class FidelityPatch(FunctionsPatch):
+    """Corrects each indexer as it is built."""
+
+    name = "indexer_fidelity"
+    module = "mlx_lm.models.deepseek_v32"
+    supported = ">=0.31.3,<0.33"
+
+    def keeps(self, policy: SinkPolicy) -> str:
+        return "the checkpoint's rotary embedding of indexers"
+
+    def self_check(self, module: ModuleType, version: str) -> str | None:
+        if reason := self._replaced_by_others(module):
+            return reason
+        with random_state_kept():
+            indexer = module.Indexer(module.ModelArgs(**_SMALL))
+        for part, fact in (("rope", "traditional"), ("k_norm", "eps")):
+            if not hasattr(getattr(indexer, part, None), fact):
+                return f"an Indexer's {part} has no {fact}"
+        return None
+
+    def faults(self, module: ModuleType) -> list[str]:
+        found = {}
+        for interleaves in (True, False):
+            config = {"model_type": "deepseek_v32", ROPE_KEY: interleaves, **_SMALL}
+            with random_state_kept():
+                indexer = module.Indexer(module.ModelArgs.from_dict(config))
+            if indexer.rope.traditional != interleaves:
+                found["rope"] = f"{ROPE_KEY} is ignored"
+            if indexer.k_norm.eps != K_NORM_EPS:
+                found["eps"] = f"the epsilon of k_norm isn't {K_NORM_EPS:g}"
+        return list(found.values())
+
+    def _sites(self, module: ModuleType) -> Iterator[tuple[Any, str, Callable]]:
+        """What is replaced, where, and by what."""
+        yield module.Indexer, "__init__", self._init
+        if not reads_convention(module):
+            # All kinds' arguments come from here; this one drops what it doesn't know.
+            yield module.BaseModelArgs, "from_dict", self._from_dict
+
+    def _init(self, upstream, indexer, args):
+        upstream(indexer, args)
+        indexer.k_norm.eps = K_NORM_EPS
+        interleaves = getattr(args, ROPE_KEY, None)
+        if interleaves not in (None, indexer.rope.traditional):
+            indexer.rope.traditional = interleaves
+            self._say()
+
+    def _from_dict(self, upstream, cls, config):
+        args = upstream(cls, config)
+        interleaves = indexer_interleaves(config)
+        if interleaves is not None and not hasattr(args, ROPE_KEY):
+            setattr(args, ROPE_KEY, interleaves)
+        return args
+
+
+def reads_convention(module: ModuleType) -> bool:
+    """Whether this release knows ``indexer_rope_interleave`` itself."""
+    return ROPE_KEY in {field.name for field in fields(module.ModelArgs)}
+
+
+_SMALL = dict(hidden_size=8, index_n_heads=2, index_head_dim=8, q_lora_rank=8)

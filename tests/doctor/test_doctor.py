@@ -1,0 +1,360 @@
+"""``mlx-sinks doctor`` on made checkpoints: each cause told from the others."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import mlx_lm
+import pytest
+from mlx_lm.models import cache, deepseek_v32
+
+import mlx_sinks
+import small_models
+from mlx_sinks import cli
+from mlx_sinks.doctor import checkpoint_files, places
+from mlx_sinks.patches.registry import PATCHES
+from processes import command, run
+
+INDEX_TOPK = small_models.INDEX_TOPK
+SHARED = small_models.glm52(7)
+ON = "sinks=4,recency=6"
+STOCK_IGNORES_ROPE = not hasattr(deepseek_v32.ModelArgs(), "indexer_rope_interleave")
+
+
+@pytest.fixture
+def doctor(monkeypatch, capsys):
+    """Runs the command in this process; status and what it printed as JSON."""
+
+    def run(*options, variable=None):
+        monkeypatch.delenv("MLX_SINKS", raising=False)
+        if variable:
+            monkeypatch.setenv("MLX_SINKS", variable)
+        capsys.readouterr()
+        status = cli.main(["doctor", "--json", *map(str, options)])
+        printed = capsys.readouterr().out
+        return status, json.loads(printed) if printed else None
+
+    return run
+
+
+def causes(result):
+    return [verdict["cause"] for verdict in result["verdicts"] if verdict["wrong"]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Made checkpoints, by name."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    write = small_models.write_folder
+    left_out = small_models.shared_layers(SHARED)
+    flipped = {"deepseek_v32": True, "glm_moe_dsa": False}
+    made = {
+        "deepseek": write(root / "deepseek"),
+        "glm": write(root / "glm", "glm_moe_dsa"),
+        "shared": write(root / "shared", "glm_moe_dsa", without=left_out, **SHARED),
+        "made up": write(root / "made up", "glm_moe_dsa", **SHARED),
+        "4-bit": write(
+            root / "4-bit", "glm_moe_dsa", bits=4, without=left_out, **SHARED
+        ),
+        "3-bit": write(root / "3-bit", bits=3),
+        "no schedule": write(
+            root / "no schedule",
+            "glm_moe_dsa",
+            without=left_out,
+            num_hidden_layers=7,
+        ),
+        "llama": small_models.write_llama_folder(root / "llama"),
+    }
+    for kind, interleaves in flipped.items():
+        made[f"flipped {kind}"] = write(
+            root / f"flipped {kind}", kind, indexer_rope_interleave=interleaves
+        )
+    qwen = made["qwen"] = small_models.write_llama_folder(root / "qwen")
+    config = json.loads((qwen / "config.json").read_text())
+    (qwen / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
+    return made
+
+
+def rope_of_stock(kind):
+    return ["RoPE flipped"] * (STOCK_IGNORES_ROPE and kind == "deepseek")
+
+
+@pytest.mark.parametrize("name", ["deepseek", "glm", "shared", "4-bit"])
+def test_a_faithful_checkpoint_is_healthy_where_the_plugin_is_on(doctor, folders, name):
+    status, result = doctor("--model", folders[name], variable=ON)
+    assert (status, causes(result)) == (0, [])
+    assert result["verdicts"][-1]["cause"] == "healthy"
+
+
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_sinks_are_lost_in_stock_past_index_topk(doctor, folders, name):
+    status, result = doctor("--model", folders[name])
+    assert (status, causes(result)) == (1, [*rope_of_stock(name), "sinks lost"])
+    assert f"mlx_lm.generate --model {folders[name]}" in result["verdicts"][-1]["fix"]
+
+
+def test_what_fits_loses_nothing(doctor, folders):
+    status, result = doctor("--model", folders["glm"], "--context", INDEX_TOPK)
+    assert (status, causes(result)) == (0, [])
+    _, result = doctor("--model", folders["glm"], "--context", INDEX_TOPK + 1)
+    assert causes(result) == ["sinks lost"]
+
+
+@pytest.mark.parametrize("name", ["shared", "made up", "4-bit"])
+def test_shared_layers_are_uninitialised_in_stock(doctor, folders, name):
+    status, result = doctor("--model", folders[name])
+    assert status == 1
+    assert causes(result) == ["shared layers uninitialised", "sinks lost"]
+    sentence = result["verdicts"][0]["sentence"]
+    assert "3 of 7 layers" in sentence
+    assert ("a converter made up" in sentence) == (name == "made up")
+    # What fits in index_topk doesn't save them: loading does not get that far.
+    _, result = doctor("--model", folders[name], "--context", INDEX_TOPK)
+    assert causes(result) == ["shared layers uninitialised"]
+
+
+def test_a_switched_off_target_counts(doctor, folders):
+    options = ("--model", folders["shared"])
+    _, result = doctor(*options, variable="index_share=0")
+    assert causes(result) == ["shared layers uninitialised"]
+    _, result = doctor(*options, variable="dsa=0")
+    assert causes(result) == ["sinks lost"]
+    status, result = doctor(*options, variable="0")
+    assert (status, len(causes(result))) == (1, 2)
+
+
+def test_weights_that_a_converter_made_up_are_named(doctor, folders):
+    status, result = doctor("--model", folders["made up"], variable=ON)
+    (left_out, _) = result["verdicts"]
+    assert (status, left_out["cause"]) == (0, "weights left out")
+
+
+def test_layers_that_should_select_and_can_not(doctor, folders):
+    status, result = doctor("--model", folders["no schedule"], variable=ON)
+    assert (status, causes(result)) == (1, ["indexer weights missing"])
+    assert "layers 3, 4, 5 (3)" in result["verdicts"][0]["sentence"]
+
+
+@pytest.mark.parametrize("kind", small_models.KINDS)
+def test_a_flipped_rotary_embedding(doctor, folders, kind):
+    status, result = doctor("--model", folders[f"flipped {kind}"], variable=ON)
+    assert (status, causes(result)) == (1, ["RoPE flipped"])
+
+
+@pytest.mark.skipif(not STOCK_IGNORES_ROPE, reason="this mlx-lm reads the convention")
+def test_an_mlx_lm_that_ignores_the_convention(doctor, folders):
+    _, result = doctor("--model", folders["deepseek"], variable="indexer_fidelity=0")
+    assert causes(result) == ["RoPE flipped"]
+    _, result = doctor("--model", folders["glm"], variable="indexer_fidelity=0")
+    assert causes(result) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_no_false_alarm_on_plain_models(doctor, folders, name):
+    for variable in (None, "1", "rotating=0"):
+        status, result = doctor("--model", folders[name], variable=variable)
+        assert (status, causes(result)) == (0, [])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_a_rotating_window(doctor, folders, name):
+    options = ("--model", folders[name], "--max-kv-size", 512)
+    status, result = doctor(*options)
+    assert (status, causes(result)) == (1, ["rotating mask"])
+    assert "--max-kv-size 512" in result["verdicts"][0]["fix"]
+    assert doctor(*options, variable="1")[0] == 0
+    assert doctor(*options, variable="rotating=0")[0] == 1
+
+
+def test_formats_of_the_indexers(doctor, folders):
+    formats = {
+        name: doctor("--model", folders[name])[1]["model"]["indexer_formats"]
+        for name in ("deepseek", "4-bit", "3-bit", "llama")
+    }
+    assert formats == {
+        "deepseek": {"F32": 6},
+        "4-bit": {"4-bit": 12},
+        "3-bit": {"3-bit": 6},
+        "llama": {},
+    }
+    _, result = doctor("--model", folders["3-bit"], variable=ON)
+    assert [v["cause"] for v in result["verdicts"]] == ["coarse indexer", "healthy"]
+
+
+# ---------------------------------------------------------------- the installation
+
+
+def test_the_installation_by_its_behaviour(doctor):
+    status, result = doctor()
+    found = {place["target"]: place for place in result["places"]}
+    assert status == 1
+    assert found.keys() == PATCHES.keys()
+    for place in found.values():
+        assert (place["cured"], place["on"], place["open"]) == (True, False, True)
+    assert len(found["rotating"]["faults"]) == 3
+    assert sorted(causes(result)) == sorted(PATCHES)
+    status, result = doctor(variable="1")
+    assert (status, causes(result)) == (0, [])
+    status, result = doctor(variable="rotating=0")
+    assert (status, causes(result)) == (1, ["rotating"])
+
+
+def test_an_upstream_without_the_fault_is_not_affected(monkeypatch):
+    """By behaviour, not by version: here upstream's own mask shows the sinks."""
+    monkeypatch.setattr(
+        cache.RotatingKVCache,
+        "make_mask",
+        PATCHES["rotating"]._make_mask.__globals__["rotating_mask"],
+    )
+    (found,) = (p for p in places.examine(frozenset()) if p.target == "rotating")
+    assert not any("hides" in fault for fault in found.faults)
+
+
+def test_a_release_that_is_refused(monkeypatch, doctor):
+    monkeypatch.setattr(mlx_lm, "__version__", "0.99.0")
+    status, result = doctor(variable="1")
+    assert status == 1
+    for place in result["places"]:
+        assert "0.99.0" in place["refused"]
+    assert "0.99.0" in result["verdicts"][0]["fix"]
+
+
+@pytest.mark.parametrize(("least", "affected"), [(0, True), (4, False)])
+def test_a_fork_with_a_snapkv_of_its_own(monkeypatch, doctor, least, affected):
+    def keep(seq_len, budget, scores, *, sink_tokens):
+        sinks = max(least, min(sink_tokens, budget // 8))
+        return (*range(sinks), *range(seq_len - budget + sinks, seq_len))
+
+    monkeypatch.setattr(cache, "snapkv_keep_indices", keep, raising=False)
+    status, result = doctor(variable="1")
+    assert (status == 1) == affected
+    assert causes(result) == ["snapkv"] * affected
+    assert not affected or "2 of 4 sinks" in result["verdicts"][0]["sentence"]
+
+
+def test_nothing_stays_patched(doctor, folders):
+    upstream = deepseek_v32.Indexer.__call__
+    doctor("--model", folders["shared"], variable="1")
+    assert deepseek_v32.Indexer.__call__ is upstream
+
+
+# ------------------------------------------------------------------------ the probe
+
+
+def test_with_a_probe_it_looks_at_what_indexers_choose(doctor, folders, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "The quick brown fox jumps over the lazy dog, again and again. " * 2
+    )
+    options = ("--model", folders["shared"], "--probe", "--text", text, "--tokens", 100)
+    status, result = doctor(*options, variable=ON)
+    assert (status, causes(result)) == (1, ["indexers choose badly"])
+    assert "of 7 layers" in result["verdicts"][-1]["sentence"]
+
+
+# ------------------------------------------------------------------------ as a user
+
+
+def test_the_command_says_what_it_found(folders, tmp_path):
+    written = tmp_path / "doctor.json"
+    argv = (command("mlx-sinks"), "doctor", "--model", folders["shared"])
+    sick = run(*argv, "--out", written)
+    assert (sick.status, sick.stderr) == (1, "")
+    assert "shared layers uninitialised: 3 of 7" in sick.stdout
+    assert f"MLX_SINKS=1 mlx_lm.generate --model {folders['shared']}" in sick.stdout
+    assert causes(json.loads(written.read_text()))[0] == "shared layers uninitialised"
+    well = run(*argv, MLX_SINKS="1")
+    assert (well.status, well.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--model", "gone"], "neither a folder nor a hub id"),
+        (["--model", "empty"], "no config.json"),
+        (["--model", "damaged"], "config.json is damaged"),
+        (["--model", "list"], "names no model_type"),
+        (["--model", "no weights"], "has no model*.safetensors"),
+        (["--model", "torn"], "is no safetensors file"),
+        (["--model", "schedule"], None),
+        (["--model", "nobody/has-this"], "can't read nobody/has-this from the hub"),
+        (["--probe"], "which, with --model"),
+        (["--context", "100"], "which, with --model"),
+    ],
+)
+def test_what_can_not_be_gets_a_sentence(
+    options, sentence, folders, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = json.loads((folders["glm"] / "config.json").read_text())
+    wrong = {**config, "indexer_types": ["shared", "full"]}
+    made = {
+        "empty": {},
+        "damaged": {"config.json": "{"},
+        "list": {"config.json": "[1]"},
+        "no weights": {"config.json": json.dumps(config)},
+        "torn": {"config.json": json.dumps(config), "model.safetensors": "torn"},
+    }
+    for name, files in made.items():
+        (tmp_path / name).mkdir()
+        for file, content in files.items():
+            (tmp_path / name / file).write_text(content)
+    (tmp_path / "schedule").mkdir()
+    weights = folders["glm"] / "model.safetensors"
+    (tmp_path / "schedule" / weights.name).write_bytes(weights.read_bytes())
+    (tmp_path / "schedule" / "config.json").write_text(json.dumps(wrong))
+    monkeypatch.chdir(tmp_path)
+    status = cli.main(["doctor", *options])
+    printed = capsys.readouterr()
+    if sentence is None:
+        assert status == 1
+        assert "indexer_types marks the first layer as shared" in printed.out
+    else:
+        (line,) = printed.err.splitlines()
+        assert status in (1, 2)
+        assert line.startswith("mlx-sinks: ") and sentence in line
+
+
+def test_of_the_hub_only_headers_are_read(monkeypatch, doctor, folders):
+    """With a hub that has the files of a folder here."""
+    folder = folders["shared"]
+    header = checkpoint_files._header(folder / "model.safetensors")
+    tensors = {
+        name: SimpleNamespace(dtype=dtype, shape=list(shape))
+        for name, (dtype, shape) in header.items()
+    }
+    files = {"model.safetensors": SimpleNamespace(tensors=tensors)}
+    metadata = SimpleNamespace(files_metadata=files)
+    hub = SimpleNamespace(get_safetensors_metadata=lambda name: metadata)
+    monkeypatch.setattr(checkpoint_files, "HfApi", lambda: hub)
+    monkeypatch.setattr(
+        checkpoint_files, "hf_hub_download", lambda name, file: folder / file
+    )
+    monkeypatch.setattr(checkpoint_files, "_folder", lambda name: None)
+    status, result = doctor("--model", "zai-org/GLM-5.2")
+    assert causes(result) == ["shared layers uninitialised", "sinks lost"]
+    assert result["model"]["name"] == "zai-org/GLM-5.2"
+
+
+def test_a_large_checkpoint_is_read_by_its_headers(monkeypatch, doctor, tmp_path):
+    """Files that say they are 400 GB, and are holes."""
+    config = {**small_models.config("glm_moe_dsa"), **small_models.glm52()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for number in range(80):
+        layer = f"model.layers.{number}"
+        names = [f"{layer}.mlp.experts.{e}.up_proj.weight" for e in range(256)]
+        if number in range(78) and config["indexer_types"][number] == "full":
+            names += [f"{layer}.self_attn.indexer.wq_b.weight"]
+        entry = {"dtype": "BF16", "shape": [1, 1], "data_offsets": [0, 2]}
+        header = json.dumps(dict.fromkeys(names, entry)).encode()
+        file = tmp_path / f"model-{number}.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(file, 5_000_000_000)
+    status, result = doctor("--model", tmp_path, variable="1")
+    assert (status, result["model"]["layers_with_indexer_weights"]) == (0, 21)
+
+
+def test_apply_and_install_still_work_after_it(doctor, folders):
+    doctor("--model", folders["glm"])
+    assert mlx_sinks.install(targets=["dsa"])

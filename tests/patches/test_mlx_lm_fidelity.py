@@ -1,0 +1,113 @@
+"""Indexers rotate and normalise as their checkpoint and the reference have it."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.models import deepseek_v32
+
+import mlx_sinks
+import reference
+import small_models
+from mlx_sinks import SinkPolicy
+from mlx_sinks.patches.registry import PATCHES
+
+# Enough heads that no two columns tie at a score of nought.
+HEADS = {"index_n_heads": 24}
+TOKENS = np.random.default_rng(0).integers(0, 256, 40).tolist()
+NOTHING = SinkPolicy(0, 0)
+READS_CONVENTION = hasattr(deepseek_v32.ModelArgs(), "indexer_rope_interleave")
+
+
+def logits_and_reference(folder):
+    model, _ = mlx_lm.load(str(folder))
+    weights = mx.load(str(folder / "model.safetensors"))
+    expected = reference.logits(
+        {name: np.array(weight) for name, weight in weights.items()},
+        json.loads((folder / "config.json").read_text()),
+        TOKENS,
+    )
+    return np.array(model(mx.array(TOKENS)[None]))[0], expected
+
+
+@pytest.mark.parametrize("interleave", [None, True, False])
+@pytest.mark.parametrize("kind", small_models.KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_both_conventions_equal_the_reference(tmp_path, kind, interleave, seed):
+    stated = {} if interleave is None else {"indexer_rope_interleave": interleave}
+    folder = small_models.write_folder(tmp_path, kind, seed=seed, **HEADS, **stated)
+    with mlx_sinks.patched(NOTHING):
+        ours, expected = logits_and_reference(folder)
+    assert np.abs(ours - expected).max() < 1e-4
+
+
+def test_the_conventions_differ(tmp_path):
+    """Else the test above could not fail."""
+    for interleave in (True, False):
+        stated = {**HEADS, "indexer_rope_interleave": interleave}
+        small_models.write_folder(tmp_path / str(interleave), **stated)
+    mlx_sinks.install(NOTHING)
+    one, other = (logits_and_reference(tmp_path / n)[0] for n in ("True", "False"))
+    assert np.abs(one - other).max() > 0.1
+
+
+def test_small_keys_are_normalised_as_in_the_reference(tmp_path):
+    """Where the epsilon matters: with 1e-5 other columns are selected."""
+    folder = small_models.write_folder(tmp_path, **HEADS, indexer_rope_interleave=True)
+    weights = mx.load(str(folder / "model.safetensors"))
+    for name in weights:
+        if name.endswith("indexer.wk.weight"):
+            weights[name] *= 1e-3
+        if name.endswith("k_norm.bias"):
+            weights[name] += mx.random.normal(weights[name].shape, key=mx.random.key(0))
+    mx.eval(weights)  # read from the file that is written next
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    with mlx_sinks.patched(NOTHING):
+        ours, expected = logits_and_reference(folder)
+    assert np.abs(ours - expected).max() < 1e-4
+    stock, _ = logits_and_reference(folder)
+    assert np.abs(stock - expected).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", small_models.KINDS)
+def test_a_line_says_where_the_convention_was_mended(kind, tmp_path, capsys):
+    from mlx_sinks.patches import registry
+
+    registry._say.cache_clear()
+    folder = small_models.write_folder(tmp_path, kind)
+    mlx_sinks.install(targets=["indexer_fidelity"])
+    mlx_lm.load(str(folder))
+    mended = not READS_CONVENTION and kind == "deepseek_v32"
+    assert ("rotary embedding" in capsys.readouterr().err) == mended
+
+
+def test_models_of_other_kinds_are_left_alone(tmp_path):
+    folder = small_models.write_llama_folder(tmp_path)
+    stock, _ = mlx_lm.load(str(folder))
+    mlx_sinks.install()
+    ours, _ = mlx_lm.load(str(folder))
+    assert vars(ours.args) == vars(stock.args)
+
+
+def test_uninstalled_it_is_upstream(tmp_path):
+    before = vars(deepseek_v32.Indexer)["__init__"]
+    arguments = vars(deepseek_v32.BaseModelArgs)["from_dict"]
+    mlx_sinks.install()
+    mlx_sinks.uninstall()
+    assert vars(deepseek_v32.Indexer)["__init__"] is before
+    assert vars(deepseek_v32.BaseModelArgs)["from_dict"].__func__ is arguments.__func__
+
+
+def test_an_indexer_that_is_built_otherwise_is_refused(monkeypatch):
+    def without_norm(self, args):
+        upstream(self, args)
+        del self["k_norm"]
+
+    upstream = deepseek_v32.Indexer.__init__
+    without_norm.__module__ = deepseek_v32.__name__
+    monkeypatch.setattr(deepseek_v32.Indexer, "__init__", without_norm)
+    with pytest.raises(mlx_sinks.PatchError, match="k_norm has no eps"):
+        mlx_sinks.install(targets=["indexer_fidelity"])
+    assert not PATCHES["indexer_fidelity"].is_on(deepseek_v32)
