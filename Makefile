@@ -1,5 +1,6 @@
-# make demo   the same prompt through plain mlx_lm.generate: stock, MLX_SINKS=1, dense
-# make test   the whole suite on both ends of the supported mlx-lm range
+# make demo            the same prompt through plain mlx_lm.generate: stock, MLX_SINKS=1, dense
+# make test            the whole suite on both ends of the supported mlx-lm range
+# make test-upstream   mlx-lm's own tests on both ends, without mlx-sinks and with it
 # Each works as the only command after a clone; all they write is under build/.
 
 PYTHON ?= python3
@@ -17,6 +18,7 @@ PIP_OPTIONS := --quiet --disable-pip-version-check
 SUITE := -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: demo test test-newest test-oldest lint clean
+.PHONY: test-upstream test-upstream-newest test-upstream-oldest
 
 demo: build/venv-demo/ready
 	build/venv-demo/bin/python bench/demo.py --build build --out build/demo.json
@@ -28,6 +30,16 @@ test-newest: build/venv-newest/ready
 
 test-oldest: build/venv-oldest/ready
 	build/venv-oldest/bin/python $(SUITE) --smollm2-seeds 2 --zoo random
+
+UPSTREAM := tests/upstream.py --build build/upstream
+
+test-upstream: test-upstream-newest test-upstream-oldest
+
+test-upstream-newest: build/venv-newest/ready
+	build/venv-newest/bin/python $(UPSTREAM) --out build/upstream/newest.json
+
+test-upstream-oldest: build/venv-oldest/ready
+	build/venv-oldest/bin/python $(UPSTREAM) --out build/upstream/oldest.json
 
 lint: build/venv-newest/ready
 	build/venv-newest/bin/ruff check .
