@@ -64,6 +64,7 @@ def windowed(tmp_path_factory):
 def test_each_command_is_of_a_kind_that_is_tested_below():
     known = ("pip install ", "MLX_SINKS=1 mlx_lm.generate ", "make demo")
     known += ("mlx-sinks run mlx_lm.server ", "mlx-sinks probe ", "python bench/")
+    known += ("mlx-sinks doctor", "mlx.launch ")  # tests/end_to_end has the latter
     assert [line for line in COMMANDS if not line.startswith(known)] == []
 
 
@@ -90,6 +91,26 @@ def test_the_server_through_mlx_sinks_run(checkpoint, tmp_path):
         (said,) = server.log().ours
     assert status == 200
     assert said.startswith("mlx-sinks: keeping 4 sinks + 64 recent")
+
+
+def test_the_doctor(checkpoint, windowed):
+    for line in commands("mlx-sinks doctor"):
+        named = line.replace(CHECKPOINT, str(checkpoint))
+        result = shell(named.replace(WINDOWED, str(windowed)))
+        assert (result.status, result.stderr) == (1, "")
+        assert ("✗ sinks lost" in result.stdout) == (CHECKPOINT in line)
+        assert ("✗ rotating mask" in result.stdout) == (WINDOWED in line)
+
+
+def test_what_the_doctor_says_is_as_shown(tmp_path):
+    (shown,) = re.findall(r"^```\n(/models.*?)^```", README, re.M | re.S)
+    facts = small_models.glm52()
+    left_out = small_models.shared_layers(facts)
+    folder = small_models.write_folder(
+        tmp_path / "model", "glm_moe_dsa", 2048, bits=4, without=left_out, **facts
+    )
+    said = shell(f"mlx-sinks doctor --model {folder}").stdout
+    assert said.endswith(shown.replace("/models/GLM-5.2-4bit", str(folder)))
 
 
 def test_the_extras_of_the_installation_exist():
@@ -148,6 +169,7 @@ def test_python(checkpoint, windowed):
     for block in blocks:
         block = block.replace(CHECKPOINT, str(checkpoint))
         block = block.replace(WINDOWED, str(windowed))
+        block = block.replace("* 500", "* 5")  # past the small model's index_topk
         exec(compile(block, "README.md", "exec"), names)
     assert len(names["recording"].blocks) > 0
 

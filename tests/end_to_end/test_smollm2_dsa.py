@@ -74,6 +74,7 @@ def test_recency_rescues_an_indexer_of_the_wrong_rope_convention(figures):
     assert sinks["times_dense"] < 1.15
 
 
+@pytest.mark.newest
 def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
     """Prompt and answer are shorter than index_topk: no arm may differ."""
     out = tmp_path / "demo.json"

@@ -45,6 +45,7 @@ def test_the_probe_names_the_layers_whose_indexer_is_random(folder):
     assert set(result["suspects"]) == names
 
 
+@pytest.mark.newest
 def test_training_goes_on_where_it_was_stopped(folder, tmp_path):
     """To the same weights as in one go, and the divergence falls."""
     facts = ["--model", folder[0], "--length", 48, "--steps", 24, "--seeds", 0, 1]
