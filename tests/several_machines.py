@@ -1,0 +1,66 @@
+"""Greedy tokens of a model that ``mlx.launch`` has spread over several processes.
+
+``mlx.launch … -- python several_machines.py tensor|pipeline MODEL OUT`` reads
+``OUT/prompts.json``; rank R leaves its tokens in ``OUT/R.json``, all it says in
+``OUT/R.log``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+NEW_TOKENS = 20
+
+
+def alone(model, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens of each prompt by itself."""
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+
+    steps = (generate_step(mx.array(p), model, max_tokens=NEW_TOKENS) for p in prompts)
+    return [[int(token) for token, _ in step] for step in steps]
+
+
+def together(model, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens of the same prompts as one batch, as upstream's server has it."""
+    from mlx_lm.generate import BatchGenerator
+
+    generator = BatchGenerator(model, max_tokens=NEW_TOKENS)
+    results = {uid: [] for uid in generator.insert(prompts)}
+    while responses := generator.next_generated():
+        for response in responses:
+            results[response.uid].append(response.token)
+    generator.close()
+    return list(results.values())
+
+
+def tokens(model, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
+    """Both."""
+    return {"alone": alone(model, prompts), "together": together(model, prompts)}
+
+
+def main(parallelism: str, folder: str, out: str) -> None:
+    rank, out = os.environ["MLX_RANK"], Path(out)
+    with (out / f"{rank}.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    import mlx.core as mx
+    from mlx_lm.utils import sharded_load
+
+    group = mx.distributed.init(strict=True)
+    assert (group.size(), group.rank()) == (2, int(rank))
+    model, _ = sharded_load(folder, **{f"{parallelism}_group": group})
+    prompts = json.loads((out / "prompts.json").read_text())
+    (out / f"{rank}.json").write_text(json.dumps(tokens(model, prompts)))
+    # The ring breaks when one process leaves, even under the other's last step.
+    while not all((out / f"{r}.json").exists() for r in range(group.size())):
+        time.sleep(0.02)
+    os._exit(0)  # mlx on CPU may abort on its way out
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
