@@ -17,12 +17,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..checkpoint import INTERLEAVES, SHARED, CheckpointError, indexer_interleaves
 from ..patches.registry import QUIET_VARIABLE, patched, versions
 from ..policy import SinkPolicy
 from ..probing.command import observe
 from ..probing.report import by_layer, labels, skill, suspects
 from .checkpoint_files import Checkpoint, read_checkpoint
-from .diagnosis import Verdict, of_checkpoint, of_installation, of_probe
+from .diagnosis import (
+    Verdict,
+    of_checkpoint,
+    of_installation,
+    of_probe,
+    schedule_of,
+)
 from .places import Place, examine
 
 
@@ -69,14 +76,25 @@ def run(
 def facts(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a checkpoint says that matters here."""
     config = checkpoint.config
-    return {
+    found = {
         "name": checkpoint.name,
         "model_type": config["model_type"],
         "layers": config.get("num_hidden_layers"),
-        "layers_with_indexer_weights": len(checkpoint.indexer_layers()),
-        "index_topk": config.get("index_topk"),
         "max_position_embeddings": config.get("max_position_embeddings"),
+    }
+    if config["model_type"] not in INTERLEAVES:
+        return found
+    try:
+        shared = schedule_of(config).count(SHARED)
+    except CheckpointError:
+        shared = None
+    return {
+        **found,
+        "shared_layers": shared,
+        "layers_with_indexer_weights": len(checkpoint.indexer_layers()),
         "indexer_formats": checkpoint.indexer_formats(),
+        "indexer_interleaves": indexer_interleaves(config),
+        "index_topk": config.get("index_topk"),
     }
 
 
@@ -115,17 +133,9 @@ def _show(
             "on" if place.on else "off",
         )
     console.print(table)
-    if model := result["model"]:
-        stored = ", ".join(f"{n} in {f}" for f, n in model["indexer_formats"].items())
-        console.print(
-            f"{model['name']}: {model['model_type']}, {model['layers']} layers, "
-            f"{model['layers_with_indexer_weights']} with indexer weights"
-            + (f" ({stored})" if stored else "")
-            + (f", index_topk {model['index_topk']:,}" if model["index_topk"] else ""),
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+    if result["model"]:
+        line = _in_words(result["model"])
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for verdict in verdicts:
         sign = "[red]✗[/red]" if verdict.wrong else "[green]✓[/green]"
         cause, sentence = escape(verdict.cause), escape(verdict.sentence)
@@ -133,3 +143,18 @@ def _show(
         if verdict.fix:
             lines += f"\n  {escape(verdict.fix)}"
         console.print(lines, highlight=False, soft_wrap=True)
+
+
+def _in_words(model: dict[str, Any]) -> str:
+    words = [f"{model['name']}: {model['model_type']}", f"{model['layers']} layers"]
+    if "index_topk" in model:
+        formats = [f"{n} in {f}" for f, n in model["indexer_formats"].items()]
+        pairs = "neighbours" if model["indexer_interleaves"] else "halves"
+        words += [
+            f"{model['shared_layers']} of them shared",
+            f"{model['layers_with_indexer_weights']} with indexer weights"
+            + (f" ({', '.join(formats)})" if formats else ""),
+            f"rotating {pairs}",
+            f"index_topk {model['index_topk']}",
+        ]
+    return ", ".join(words)

@@ -118,10 +118,8 @@ def of_probe(suspects: list[str], skills: Mapping[str, float]) -> list[Verdict]:
 def _schedule(checkpoint: Checkpoint, place: Place, command: str) -> Iterator[Verdict]:
     """Layers that select, as the configuration and as the weights have it."""
     layers, owners = checkpoint.config["num_hidden_layers"], checkpoint.indexer_layers()
-    schedule = (FULL,) * layers
     try:
-        if checkpoint.config["model_type"] == "glm_moe_dsa":
-            schedule = indexer_schedule(checkpoint.config) or schedule
+        schedule = schedule_of(checkpoint.config)
     except CheckpointError as error:
         yield Verdict("schedule", True, f"config.json: {error}", "correct config.json")
         return
@@ -153,6 +151,19 @@ def _schedule(checkpoint: Checkpoint, place: Place, command: str) -> Iterator[Ve
         )
     elif made_up:
         yield Verdict("weights left out", False, f"{what} and {weights}")
+
+
+def schedule_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Each layer's kind: full, but where a kind that can share says otherwise.
+
+    Raises
+    ------
+    CheckpointError
+        As from ``indexer_schedule``.
+    """
+    shares = config["model_type"] == "glm_moe_dsa"
+    stated = indexer_schedule(config) if shares else None
+    return stated or (FULL,) * config["num_hidden_layers"]
 
 
 def _rope(checkpoint: Checkpoint, place: Place, command: str) -> Iterator[Verdict]:
