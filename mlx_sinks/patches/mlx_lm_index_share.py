@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,9 +62,8 @@ class IndexSharePatch:
         return None
 
     def faults(self, module: ModuleType) -> list[str]:
-        config = {**_SMALL, "indexer_types": [FULL, SHARED, FULL]}
         with random_state_kept():
-            model = module.Model(module.ModelArgs.from_dict(config))
+            model = module.Model(module.ModelArgs.from_dict(_small_config()))
         if isinstance(model.layers[1].self_attn.indexer, nn.Module):
             return ["layers marked as shared select with random indexers of their own"]
         return []
@@ -98,7 +98,7 @@ def _small_models() -> tuple[Callable, Callable]:
     from ..index_share import SharingArgs, SharingGLM
 
     upstream = SharingGLM.__base__
-    args = SharingArgs.from_dict({**_SMALL, "indexer_types": [FULL, SHARED, FULL]})
+    args = SharingArgs.from_dict(_small_config())
     ours, theirs = SharingGLM(args), upstream(args)
     theirs.update(ours.parameters())
     for part in (*ours.modules(), *theirs.modules()):
@@ -120,36 +120,27 @@ def _small_models() -> tuple[Callable, Callable]:
     )
 
 
-_SMALL = dict(
-    model_type="glm_moe_dsa",
-    vocab_size=16,
-    hidden_size=16,
-    index_head_dim=8,
-    index_n_heads=2,
-    index_topk=4,
-    intermediate_size=16,
-    moe_intermediate_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    n_shared_experts=None,
-    n_routed_experts=None,
-    routed_scaling_factor=1.0,
-    kv_lora_rank=8,
-    q_lora_rank=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    qk_nope_head_dim=8,
-    topk_method="noaux_tc",
-    scoring_func="sigmoid",
-    norm_topk_prob=True,
-    n_group=1,
-    topk_group=1,
-    num_experts_per_tok=1,
-    moe_layer_freq=1,
-    first_k_dense_replace=0,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    attention_bias=False,
-)
+def _small_config() -> dict[str, Any]:
+    """Three small layers, the one in the middle shared; the rest as upstream has it."""
+    from mlx_lm.models.deepseek_v32 import ModelArgs
+
+    args = ModelArgs(
+        model_type="glm_moe_dsa",
+        vocab_size=16,
+        hidden_size=16,
+        index_head_dim=8,
+        index_n_heads=2,
+        index_topk=4,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        qk_nope_head_dim=8,
+    )
+    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
+    schedule = [FULL, SHARED, FULL]
+    return {**vars(args), "rope_parameters": rope, "indexer_types": schedule}
