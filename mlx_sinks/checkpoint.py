@@ -65,7 +65,8 @@ def indexer_interleaves(config: Mapping[str, Any]) -> bool | None:
 def _kinds(name: str, stated: Any) -> tuple[str, ...]:
     if not isinstance(stated, (str, list, tuple)) or not stated:
         raise CheckpointError(f"{name} must be a list of kinds, not {stated!r}")
-    kinds = [_LETTERS.get(k, k) for k in stated] if name.endswith("pattern") else stated
+    letters = _LETTERS if name == "index_topk_pattern" else {}
+    kinds = [letters.get(k, k) if isinstance(k, str) else k for k in stated]
     for number, kind in enumerate(kinds):
         if kind not in (FULL, SHARED):
             raise CheckpointError(
@@ -76,19 +77,26 @@ def _kinds(name: str, stated: Any) -> tuple[str, ...]:
 
 def _spaced(layers: int, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Every layer before the offset's, then one in ``index_topk_freq``."""
-    freq = _whole(config, "index_topk_freq", 1, least=1)
-    offset = _whole(config, "index_skip_topk_offset", 2, least=0)
+    freq = max(_whole(config, "index_topk_freq", 1), 1)
+    offset = _whole(config, "index_skip_topk_offset", 2)
     return tuple(
         SHARED if max(layer - offset + 1, 0) % freq else FULL for layer in range(layers)
     )
 
 
-def _whole(config: Mapping[str, Any], name: str, otherwise: int, least: int) -> int:
+def _whole(config: Mapping[str, Any], name: str, otherwise: int) -> int:
     number = config.get(name)
-    if number is None:
-        return otherwise
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise CheckpointError(
-            f"{name} must be a whole number >= {least}, not {number!r}"
-        )
+    return otherwise if number is None else whole(name, number)
+
+
+def whole(name: str, number: Any) -> int:
+    """A count of a configuration.
+
+    Raises
+    ------
+    CheckpointError
+        It isn't a whole number from 0 on.
+    """
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise CheckpointError(f"{name} must be a whole number >= 0, not {number!r}")
     return number

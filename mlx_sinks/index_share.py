@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import mlx.core as mx
@@ -28,8 +29,10 @@ from .policy import VARIABLE
 
 WITHOUT = f'{VARIABLE}="index_share=0" gives every layer an indexer, as upstream does'
 
-# What the last full layer of this thread's forward selected, (B, 1, L, k) or None.
-_selection: ContextVar[mx.array | None] = ContextVar("selection")
+# What this thread's last full layer selected: (B, 1, L, k), or None where dense.
+_selection: ContextVar[mx.array | None | EllipsisType] = ContextVar(
+    "selection", default=...
+)
 
 
 class FullIndexer(Indexer):
@@ -39,6 +42,8 @@ class FullIndexer(Indexer):
 
     def __call__(self, x, qr, mask, cache=None):
         columns = super().__call__(x, qr, mask, cache=cache)
+        if columns is not None:
+            columns = mx.stop_gradient(columns)  # as upstream's newest release has it
         _selection.set(columns)
         return columns
 
@@ -56,23 +61,44 @@ class SharedIndexer:
         self.index_topk = index_topk
 
     def __call__(self, x, qr, mask, cache=None) -> mx.array | None:
-        try:
-            return _selection.get()
-        except LookupError:
-            raise ValueError(
-                "a shared layer was called before any full one: there is no selection "
-                "to reuse"
-            ) from None
+        return None if _is_folded(x, mask) else selected()
 
 
 class SharedLayer(DeepseekV32DecoderLayer):
     """A layer whose cache holds no indexer keys."""
 
     def __call__(self, x, mask=None, cache=None):
+        columns = selected()
+        if columns is not None and _is_folded(x, mask):
+            # Here, since gradient checkpoints run what is below again, out of turn.
+            shown = mx.zeros((*columns.shape[:-1], mask.shape[-1]), mx.bool_)
+            mask = mask & mx.put_along_axis(shown, columns, mx.array(True), axis=-1)
         if cache is not None:
             # Upstream's attention evaluates the indexer's cache along with its own.
             cache = cache[0], cache[0]
         return super().__call__(x, mask, cache)
+
+
+def _is_folded(x: mx.array, mask: mx.array | None) -> bool:
+    """Whether a shared layer's mask has the selection: of several tokens it does."""
+    return x.shape[1] > 1 and mask is not None
+
+
+def selected() -> mx.array | None:
+    """The selection to reuse.
+
+    Raises
+    ------
+    ValueError
+        No full layer has been called before.
+    """
+    columns = _selection.get()
+    if columns is ...:
+        raise ValueError(
+            "a shared layer was called before any full one: there is no selection to "
+            "reuse"
+        )
+    return columns
 
 
 class SharingModel(DeepseekV32Model):
@@ -81,13 +107,13 @@ class SharingModel(DeepseekV32Model):
     schedule: tuple[str, ...]
 
     def __call__(self, x, cache=None):
-        token = _selection.set(None)
+        _selection.set(...)
         try:
             if self.pipeline_size == 1:
                 return super().__call__(x, cache)
             return self._as_a_stage(x, cache)
         finally:
-            _selection.reset(token)
+            _selection.set(...)  # it would stay in memory
 
     def _as_a_stage(self, x: mx.array, cache: Any) -> mx.array:
         """One stage of a pipeline, the last rank being the first."""
@@ -109,9 +135,7 @@ class SharingModel(DeepseekV32Model):
             h = layer(h, mask, c)
         if self.pipeline_rank > 0:
             reused = selects and self.schedule[self.end_idx] == SHARED
-            sent = _sent(
-                h, _selection.get() if reused else None, self.pipeline_rank - 1
-            )
+            sent = _sent(h, selected() if reused else None, self.pipeline_rank - 1)
             h = mx.depends(h, sent)
             if cache[-1] is not None:
                 # A stage that nobody asks for its output must send all the same.
@@ -147,7 +171,8 @@ class SharingGLM(Model):
         except CheckpointError as error:
             raise CheckpointError(f"{error} ({WITHOUT})") from None
         if schedule is None:
-            self.__class__ = Model
+            if type(self) is SharingGLM:
+                self.__class__ = Model
             return
         self.say()
         self.model.__class__ = SharingModel
@@ -168,7 +193,8 @@ class SharingGLM(Model):
 
     def sanitize(self, weights):
         weights = super().sanitize(weights)
-        idle = set(filter(self._is_idle, weights))
+        shares = isinstance(self.model, SharingModel)
+        idle = set(filter(self._is_idle, weights)) if shares else ()
         if idle:
             warnings.warn(
                 f"{len(idle)} weights of indexers in shared layers are left out: such "

@@ -35,6 +35,7 @@ def test_glm_52_in_both_forms():
     ("freq", "offset", "expected"),
     [
         (1, None, None),
+        (0, None, None),
         (None, None, None),
         (2, None, "FFSFSFSF"),  # the reference's offset of 2
         (4, None, "FFSSSFSS"),
@@ -75,10 +76,11 @@ def test_a_pattern_of_letters_or_words():
         ({"indexer_types": ["full", None]}, "layer 1 as None"),
         ({"indexer_types": ["full", ["shared"]]}, "layer 1 as"),
         ({"indexer_types": "FS"}, "layer 0 as 'F'"),
+        ({"index_topk_pattern": ["F", {}]}, "layer 1 as {}"),
         ({"index_topk_pattern": "FX"}, "layer 1 as 'X'"),
         ({"index_topk_pattern": "SF"}, "index_topk_pattern marks the first layer"),
         ({"index_topk_pattern": 4}, "must be a list"),
-        ({"index_topk_freq": 0}, "index_topk_freq must be a whole number >= 1"),
+        ({"index_topk_freq": -1}, "index_topk_freq must be a whole number >= 0"),
         ({"index_topk_freq": 2.5}, "index_topk_freq must be"),
         ({"index_topk_freq": True}, "index_topk_freq must be"),
         ({"index_topk_freq": 2, "index_skip_topk_offset": -1}, "index_skip_topk_off"),

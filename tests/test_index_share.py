@@ -6,18 +6,20 @@ import pickle
 from threading import Thread
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import glm_moe_dsa
+from mlx_lm.models import deepseek_v32, glm_moe_dsa
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.tuner.trainer import grad_checkpoint
 
 import mlx_sinks
 import reference
 import small_models
 from mlx_sinks import CheckpointError, SinkPolicy
-from mlx_sinks.index_share import SharedIndexer, SharingGLM
+from mlx_sinks.index_share import SharedIndexer, SharingGLM, selected
 
 # Enough heads that no two columns tie at a score of nought.
 HEADS = {"index_n_heads": 24}
@@ -242,14 +244,14 @@ def test_another_thread_does_not_see_a_selection(model):
 
     class Watched(SharedIndexer):
         def __call__(self, *arguments, **named):
-            thread = Thread(target=self.ask, args=arguments, kwargs=named)
+            thread = Thread(target=self.ask)
             thread.start()
             thread.join()
             return super().__call__(*arguments, **named)
 
-        def ask(self, *arguments, **named):
+        def ask(self):
             try:
-                answers.append(super().__call__(*arguments, **named))
+                answers.append(selected())
             except ValueError as error:
                 answers.append(str(error))
 
@@ -272,11 +274,58 @@ def test_a_compiled_model(model):
     assert mx.allclose(mx.compile(model)(ids), model(ids), atol=1e-4)
 
 
+@pytest.mark.parametrize("last", ["full", "shared"])
+@pytest.mark.parametrize("length", [12, 40])
+def test_gradient_checkpoints_change_no_gradient(last, length, monkeypatch):
+    """They run layers again in the backward pass, in the other order."""
+    kinds = ["full", "shared", "full", "shared", last]
+    mlx_sinks.install(SinkPolicy(4, 6))
+    model = small_models.make(
+        "glm_moe_dsa", num_hidden_layers=5, indexer_types=kinds, **HEADS
+    )
+    ids = mx.array(tokens(0, length + 1))[None]
+
+    def loss(model, ids):
+        return nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:]).mean()
+
+    def gradients():
+        _, found = nn.value_and_grad(model, loss)(model, ids)
+        return {name: np.array(value) for name, value in tree_flatten(found)}
+
+    mlx_sinks.uninstall()  # what looks at selections here can't be differentiated
+    plain = gradients()
+    layer = deepseek_v32.DeepseekV32DecoderLayer
+    monkeypatch.setattr(layer, "__call__", layer.__call__)
+    grad_checkpoint(model.layers[0])
+    for name, value in gradients().items():
+        np.testing.assert_allclose(value, plain[name], atol=1e-5, err_msg=name)
+
+
+def test_a_class_built_on_the_models_stays_that_class():
+    """A folder's own architecture, say."""
+    mlx_sinks.install()
+
+    class Mine(glm_moe_dsa.Model):
+        pass
+
+    for facts in ({}, SMALL):
+        config = {**small_models.config("glm_moe_dsa"), **facts}
+        mine = Mine(glm_moe_dsa.ModelArgs.from_dict(config))
+        assert type(mine) is Mine
+        weights = dict(tree_flatten(mine.parameters()))
+        assert mine.sanitize(weights).keys() == weights.keys()
+        mine.make_cache()
+
+
 def test_the_probe_looks_at_shared_layers_too(model):
-    with mlx_sinks.probe(model, SinkPolicy(4, 6), block=8, queries=8) as recording:
-        logits(model, tokens(), CUTS[1])
-    assert len(recording.layers) == 7
-    assert not np.isnan(recording.figure("mass")).any()
+    figures = []
+    for cached in (True, False):
+        with mlx_sinks.probe(model, SinkPolicy(4, 6), block=8, queries=8) as recording:
+            cache = model.make_cache() if cached else None
+            mx.eval(model(mx.array(tokens())[None], cache))
+        assert len(recording.layers) == 7
+        figures.append(recording.figure("mass"))
+    np.testing.assert_allclose(*figures, atol=1e-5)
 
 
 def test_a_policy_of_its_own_reaches_the_full_layers(model):

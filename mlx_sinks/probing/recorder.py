@@ -166,6 +166,13 @@ def probe(
                 part.__class__ = original
 
 
+def _empty_cache(attention: nn.Module) -> list[KVCache]:
+    """Keys of the layer and of its indexer, if that has any."""
+    own = KVCache()
+    keyed = isinstance(attention.indexer, nn.Module)
+    return [own, KVCache() if keyed else own]
+
+
 class _Observer:
     """Looks at the selections of a model's layers as they are made."""
 
@@ -185,7 +192,7 @@ class _Observer:
         def call(layer, x, mask=None, cache=None):
             if layer is not attention:  # a copy that was made in the meantime
                 return forward(layer, x, mask, cache)
-            cache = [KVCache(), KVCache()] if cache is None else cache
+            cache = _empty_cache(layer) if cache is None else cache
             if chooses:
                 self.heard = None
             with listening(self.hear):
