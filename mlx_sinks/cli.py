@@ -12,7 +12,6 @@ from pathlib import Path
 from . import __version__
 from .policy import (
     ACCEPTED,
-    TARGETS,
     VARIABLE,
     PolicyError,
     SinkPolicy,
@@ -68,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         description="Tries each place of this mlx-lm that is known to lose sinks, and "
         "reads the configuration and the headers of a checkpoint: nothing of its "
         f"weights, unless --probe asks for it. {VARIABLE} counts as it is in your "
-        "shell. The exit status is 1 where something is wrong.",
+        "shell. The exit status is 1 where something is wrong, 2 where it couldn't "
+        "look.",
     )
     add = doctor.add_argument
     add("--model", help=MODEL)
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--probe", action="store_true", help="load the model and probe its indexers")
     _add_reading(doctor)
     add("--json", action="store_true", help="print JSON, no table")
-    add("--out", type=Path, metavar="FILE", help="file for the JSON")
+    add("--out", type=_file, metavar="FILE", help="file for the JSON")
     doctor.set_defaults(function=_doctor)
     options = parser.parse_args(arguments)
     try:
@@ -141,6 +141,14 @@ def _folder(text: str) -> Path:
     return path
 
 
+def _file(text: str) -> Path:
+    """A file that can be written: known before the work, not after it."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is no file that can be written")
+    return path
+
+
 def _asked(options: argparse.Namespace) -> dict[str, int]:
     """The counts that were given."""
     given = {n: getattr(options, n) for n in ("sinks", "recency") if n in options}
@@ -178,7 +186,7 @@ def _probe(options: argparse.Namespace) -> int:
 
         return run(options, policy)
 
-    return _with_sentences(probe)
+    return _with_sentences(probe, 1)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -191,10 +199,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
     def doctor() -> int:
         from .doctor.command import run
+        from .doctor.diagnosis import Shell
 
-        return run(options, policy, frozenset(TARGETS) - set(off) if policy else ())
+        return run(options, Shell(policy, off))
 
-    return _with_sentences(doctor)
+    return _with_sentences(doctor, 2)
 
 
 def _check_reading(options: argparse.Namespace) -> None:
@@ -204,11 +213,11 @@ def _check_reading(options: argparse.Namespace) -> None:
         )
 
 
-def _with_sentences(act: Callable[[], int]) -> int:
+def _with_sentences(act: Callable[[], int], failed: int) -> int:
     try:
         return act()
     except (OSError, ValueError, RuntimeError) as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), failed)
     except KeyboardInterrupt:
         return 130
 

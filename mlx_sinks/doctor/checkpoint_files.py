@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from ..checkpoint import INTERLEAVES, CheckpointError, whole
 
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(\w+)\.(\w+)")
+# What upstream's Indexer has; quantised projections have more.
+_PARTS = {"wq_b.weight", "wk.weight", "weights_proj.weight"}
+_PARTS |= {"k_norm.weight", "k_norm.bias"}
+# Of a configuration with indexers; the last two may be left out.
+_COUNTS = ("num_hidden_layers", "hidden_size", "q_lora_rank")
+_COUNTS += ("index_topk", "max_position_embeddings")
 # Bytes that a header may have: a wrong file's first eight say anything.
 _LONGEST_HEADER = 100_000_000
+
+Weights = dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -23,28 +34,51 @@ class Checkpoint:
 
     name: str
     config: dict[str, Any]
-    weights: dict[str, tuple[str, tuple[int, ...]]]
+    weights: Weights
 
-    def indexer_layers(self) -> set[int]:
-        """Numbers of the layers that have weights of an indexer."""
-        found = map(_INDEXER.match, self.weights)
-        layers = {int(match.group(1)) for match in found if match}
-        return {n for n in layers if n < self.config["num_hidden_layers"]}
+    @property
+    def kind(self) -> str:
+        return self.config["model_type"]
+
+    @property
+    def selects(self) -> bool:
+        """Whether it is of a kind with indexers."""
+        return self.kind in INTERLEAVES
+
+    def indexers(self) -> dict[int, set[str]]:
+        """By layer, the parts of its indexer that there are weights of."""
+        found: dict[int, set[str]] = {}
+        for layer, part, _ in self._indexer_weights():
+            found.setdefault(layer, set()).add(part)
+        return found
+
+    def whole_indexers(self) -> set[int]:
+        """Numbers of the layers that have all the weights of one."""
+        return {layer for layer, parts in self.indexers().items() if parts >= _PARTS}
 
     def indexer_formats(self) -> dict[str, int]:
         """How many projections of indexers are stored in which format."""
-        formats: Counter[str] = Counter()
-        for name, (dtype, shape) in self.weights.items():
-            match = _INDEXER.match(name)
-            if match and match.group(3) == "weight" and len(shape) == 2:
-                formats[self._format(match.group(2), dtype, shape)] += 1
-        return dict(formats)
+        return dict(
+            Counter(
+                self._format(part, *weight)
+                for _, part, weight in self._indexer_weights()
+                if part.endswith(".weight") and len(weight[1]) == 2
+            )
+        )
 
-    def _format(self, projection: str, dtype: str, shape: tuple[int, ...]) -> str:
+    def _indexer_weights(self) -> Iterator[tuple[int, str, tuple]]:
+        """Layer, part, and what the header says of it."""
+        for name, weight in self.weights.items():
+            match = _INDEXER.fullmatch(name)
+            # Layers past the last are for multi-token prediction; nobody runs them.
+            if match and int(match[1]) < self.config["num_hidden_layers"]:
+                yield int(match[1]), f"{match[2]}.{match[3]}", weight
+
+    def _format(self, part: str, dtype: str, shape: tuple[int, ...]) -> str:
         """``BF16`` and the like, or the bits of what mlx has quantised."""
         if dtype != "U32":
             return dtype
-        inputs = self.config["q_lora_rank" if projection == "wq_b" else "hidden_size"]
+        inputs = self.config["q_lora_rank" if part == "wq_b.weight" else "hidden_size"]
         return f"{shape[1] * 32 // inputs}-bit"
 
 
@@ -59,16 +93,17 @@ def read_checkpoint(name: str) -> Checkpoint:
     folder = _folder(name)
     if folder is None:
         return _from_hub(name)
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{name} has no config.json: it is no checkpoint") from None
-    except ValueError as error:
-        raise ValueError(f"{name}/config.json is damaged: {error}") from None
-    weights: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        weights.update(_header(file))
-    return _checked(name, config, weights)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{name} has no config.json: it is no checkpoint")
+    weights: Weights = {}
+    for part in sorted(folder.glob("model*.safetensors")):
+        weights.update(_header(part))
+    if missing := _missing(folder):
+        raise ValueError(
+            f"{name} is not whole: {', '.join(sorted(missing)[:3])} missing"
+        )
+    return _checked(name, file, weights)
 
 
 def _folder(name: str) -> Path | None:
@@ -82,10 +117,30 @@ def _folder(name: str) -> Path | None:
     except (LocalEntryNotFoundError, ValueError):
         return None
     # A download that was cut short is there too.
-    return folder if any(folder.glob("model*.safetensors")) else None
+    has_weights = any(folder.glob("model*.safetensors"))
+    return folder if has_weights and not _missing(folder) else None
 
 
-def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _missing(folder: Path) -> set[str]:
+    """Files that the index of a checkpoint names and that aren't there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return set()
+    named = set(_json(index).get("weight_map", {}).values())
+    return {file for file in named if not (folder / file).is_file()}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is no configuration")
+    return content
+
+
+def _header(file: Path) -> Weights:
     """Names, dtypes and shapes of a safetensors file, without its data."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -94,20 +149,20 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
                 raise ValueError("its header is too long")
             header = json.loads(opened.read(length))
             return {
-                name: (entry["dtype"], tuple(entry["shape"]))
+                name: (str(entry["dtype"]), tuple(map(int, entry["shape"])))
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is no safetensors file: {error}") from None
 
 
 def _from_hub(name: str) -> Checkpoint:
     try:
-        config = json.loads(Path(hf_hub_download(name, "config.json")).read_text())
+        config = Path(hf_hub_download(name, "config.json"))
         files = HfApi().get_safetensors_metadata(name).files_metadata.values()
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).splitlines()[0] or type(error).__name__
+    except Exception as error:  # of the hub, the network or its libraries
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ValueError(f"can't read {name} from the hub: {reason}") from None
     weights = {
         tensor: (info.dtype, tuple(info.shape))
@@ -117,9 +172,20 @@ def _from_hub(name: str) -> Checkpoint:
     return _checked(name, config, weights)
 
 
-def _checked(name: str, config: Any, weights: dict) -> Checkpoint:
-    if not isinstance(config, dict) or "model_type" not in config:
+def _checked(name: str, file: Path, weights: Weights) -> Checkpoint:
+    """A checkpoint whose configuration has what is read of it here."""
+    config = _json(file)
+    if not isinstance(config.get("model_type"), str):
         raise ValueError(f"{name}/config.json names no model_type")
     if not weights:
         raise ValueError(f"{name} has no model*.safetensors")
-    return Checkpoint(name, config, weights)
+    checkpoint = Checkpoint(name, config, weights)
+    if checkpoint.selects:
+        for key in _COUNTS:
+            if key in _COUNTS[:3] or key in config:
+                try:
+                    if not whole(key, config.get(key)):
+                        raise CheckpointError(f"{key} is 0")
+                except CheckpointError as error:
+                    raise CheckpointError(f"{name}/config.json: {error}") from None
+    return checkpoint

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -17,13 +16,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoint import INTERLEAVES, SHARED, CheckpointError, indexer_interleaves
+from ..checkpoint import SHARED, CheckpointError, indexer_interleaves
 from ..patches.registry import QUIET_VARIABLE, patched, versions
-from ..policy import SinkPolicy
+from ..policy import TARGETS, SinkPolicy
 from ..probing.command import observe
 from ..probing.report import by_layer, labels, skill, suspects
 from .checkpoint_files import Checkpoint, read_checkpoint
 from .diagnosis import (
+    Shell,
+    Use,
     Verdict,
     of_checkpoint,
     of_installation,
@@ -33,31 +34,27 @@ from .diagnosis import (
 from .places import Place, examine
 
 
-def run(
-    options: argparse.Namespace, policy: SinkPolicy | None, targets_on: Iterable[str]
-) -> int:
+def run(options: argparse.Namespace, shell: Shell) -> int:
     """Examine as the options ask, print, and write; 1 where something is wrong."""
     os.environ[QUIET_VARIABLE] = "1"  # trying a patch isn't using it
     errors = Console(stderr=True)
-    targets_on = frozenset(targets_on)
     with errors.status("Looking …"):
-        places = examine(targets_on)
         checkpoint = options.model and read_checkpoint(options.model)
+        places = examine(shell.on())
         if checkpoint:
-            verdicts = of_checkpoint(
-                checkpoint, places, options.context, options.max_kv_size
-            )
+            use = Use(options.context, options.max_kv_size)
+            verdicts = of_checkpoint(checkpoint, places, shell, use)
         else:
-            verdicts = of_installation(places)
+            verdicts = of_installation(places, shell)
     if options.probe:
-        verdicts += _probe(options, policy, targets_on, errors)
+        verdicts += _probe(options, checkpoint, shell, errors)
     wrong = any(verdict.wrong for verdict in verdicts)
     result = {
         "versions": versions(),
         "python": platform.python_version(),
         "device": str(mx.default_device()),
-        "on": sorted(targets_on),
-        "policy": policy and str(policy),
+        "on": sorted(shell.on()),
+        "policy": shell.policy and str(shell.policy),
         "places": [{**asdict(place), "open": place.open} for place in places],
         "model": checkpoint and facts(checkpoint),
         "verdicts": [asdict(verdict) for verdict in verdicts],
@@ -82,7 +79,7 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "layers": config.get("num_hidden_layers"),
         "max_position_embeddings": config.get("max_position_embeddings"),
     }
-    if config["model_type"] not in INTERLEAVES:
+    if not checkpoint.selects:
         return found
     try:
         shared = schedule_of(config).count(SHARED)
@@ -91,7 +88,7 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         **found,
         "shared_layers": shared,
-        "layers_with_indexer_weights": len(checkpoint.indexer_layers()),
+        "layers_with_indexer_weights": len(checkpoint.indexers()),
         "indexer_formats": checkpoint.indexer_formats(),
         "indexer_interleaves": indexer_interleaves(config),
         "index_topk": config.get("index_topk"),
@@ -99,14 +96,18 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _probe(
-    options: argparse.Namespace,
-    policy: SinkPolicy | None,
-    targets_on: frozenset[str],
-    errors: Console,
+    options: argparse.Namespace, checkpoint: Checkpoint, shell: Shell, errors: Console
 ) -> list[Verdict]:
-    """Run as the shell's commands would."""
-    with patched(policy, targets_on) if targets_on else nullcontext():
-        seen, _ = observe(options, policy or SinkPolicy(), errors)
+    """Run as the shell's commands would, and look at what is selected."""
+    if not checkpoint.selects:
+        sentence = "it has no indexers that --probe could look at"
+        return [Verdict("nothing selects", False, sentence)]
+    policy, targets = shell.policy, frozenset(TARGETS) - set(shell.off)
+    try:
+        with patched(policy, targets) if policy else nullcontext():
+            seen, _ = observe(options, policy or SinkPolicy(), errors)
+    except (OSError, ValueError) as error:
+        return [Verdict("not probed", True, str(error))]
     means, names = by_layer(seen), labels(seen.layers)
     skills = dict(zip(names, skill(means).tolist()))
     return of_probe([names[number] for number in suspects(means)], skills)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.models.deepseek_v32 import Indexer
@@ -18,7 +19,7 @@ from ..checkpoint import (
     indexer_interleaves,
     indexer_schedule,
 )
-from ..policy import VARIABLE
+from ..policy import TARGETS, VARIABLE, SinkPolicy
 from .checkpoint_files import Checkpoint
 from .places import SNAPKV, Place
 
@@ -48,10 +49,63 @@ class Verdict:
     fix: str | None = None
 
 
-def of_installation(places: list[Place]) -> list[Verdict]:
+@dataclass(frozen=True)
+class Shell:
+    """What ``MLX_SINKS`` says in the shell that asks.
+
+    Parameters
+    ----------
+    policy : SinkPolicy, optional
+        ``None`` where it is unset or off.
+    off : tuple of str
+        Targets that it switches off.
+    """
+
+    policy: SinkPolicy | None = None
+    off: tuple[str, ...] = ()
+
+    def on(self) -> frozenset[str]:
+        """Targets that mend their place; without sinks some have nothing to keep."""
+        if self.policy is None:
+            return frozenset()
+        idle = () if self.policy.sinks else ("dsa", "rotating")
+        return frozenset(TARGETS) - {*self.off, *idle}
+
+    def fix(self, place: Place, command: str = "COMMAND") -> str:
+        """The command with its place mended and all else as the shell has it."""
+        if place.target == SNAPKV:
+            return "a budget of 32 rows or more"
+        if place.refused:
+            return place.refused
+        policy = self.policy or SinkPolicy()
+        policy = policy if policy.sinks else replace(policy, sinks=SinkPolicy().sinks)
+        off = [f"{name}=0" for name in self.off if name != place.target]
+        if policy == SinkPolicy() and not off:
+            return f"{VARIABLE}=1 {command}"
+        counts = [f"sinks={policy.sinks}", f"recency={policy.recency}"]
+        return f'{VARIABLE}="{",".join(counts + off)}" {command}'
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a checkpoint is to do.
+
+    Parameters
+    ----------
+    context : int, optional
+        Tokens that it is to hold; by default all that its configuration allows.
+    max_kv_size : int, optional
+        As given to mlx-lm: a rotating window.
+    """
+
+    context: int | None = None
+    max_kv_size: int | None = None
+
+
+def of_installation(places: list[Place], shell: Shell) -> list[Verdict]:
     """What loses sinks in this installation, whatever the model."""
     found = [
-        Verdict(place.target, True, f"{place.module}: {_all(place)}", _fix(place))
+        Verdict(place.target, True, f"{place.module}: {_all(place)}", shell.fix(place))
         for place in places
         if place.open
     ]
@@ -59,41 +113,26 @@ def of_installation(places: list[Place]) -> list[Verdict]:
 
 
 def of_checkpoint(
-    checkpoint: Checkpoint,
-    places: list[Place],
-    context: int | None = None,
-    max_kv_size: int | None = None,
+    checkpoint: Checkpoint, places: list[Place], shell: Shell, use: Use
 ) -> list[Verdict]:
-    """What is wrong when this checkpoint runs from this shell.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        What its headers say.
-    places : list of Place
-        As ``examine`` found them.
-    context : int, optional
-        Tokens that it is to hold; by default all that its configuration allows.
-    max_kv_size : int, optional
-        As given to mlx-lm: a rotating window.
-    """
+    """What is wrong when this checkpoint runs from this shell."""
     by_target = {place.target: place for place in places}
-    command = f"mlx_lm.generate --model {checkpoint.name}"
-    kind = checkpoint.config["model_type"]
+    command = f"mlx_lm.generate --model {shlex.quote(checkpoint.name)}"
     found: list[Verdict] = []
-    if kind in INTERLEAVES:
-        found += _schedule(checkpoint, by_target["index_share"], command)
-        found += _rope(checkpoint, by_target["indexer_fidelity"], command)
+    if checkpoint.selects:
+        found += _schedule(checkpoint, by_target["index_share"], shell, use, command)
+        found += _rope(checkpoint, by_target["indexer_fidelity"], shell, command)
         found += _formats(checkpoint)
-        found += _selection(checkpoint, by_target["dsa"], context, command)
-    elif max_kv_size is not None and by_target["rotating"].open:
-        command += f" --max-kv-size {max_kv_size}"
-        place = by_target["rotating"]
-        found.append(Verdict("rotating mask", True, _all(place), _fix(place, command)))
+        found += _selection(checkpoint, by_target["dsa"], shell, use, command)
+    else:
+        found += _window(checkpoint, by_target["rotating"], shell, use, command)
+    if SNAPKV in by_target and by_target[SNAPKV].open:
+        place = by_target[SNAPKV]
+        found.append(Verdict("snapkv", True, _all(place), shell.fix(place)))
     if any(verdict.wrong for verdict in found):
         return found
-    sentence = f"nothing is known to lose a sink in this {kind}"
-    if kind in INTERLEAVES:
+    sentence = f"nothing is known to lose a sink in this {checkpoint.kind}"
+    if checkpoint.selects:
         sentence += "; whether its indexers choose well only --probe tells"
     return [*found, Verdict("healthy", False, sentence)]
 
@@ -115,9 +154,11 @@ def of_probe(suspects: list[str], skills: Mapping[str, float]) -> list[Verdict]:
     ]
 
 
-def _schedule(checkpoint: Checkpoint, place: Place, command: str) -> Iterator[Verdict]:
+def _schedule(
+    checkpoint: Checkpoint, place: Place, shell: Shell, use: Use, command: str
+) -> Iterator[Verdict]:
     """Layers that select, as the configuration and as the weights have it."""
-    layers, owners = checkpoint.config["num_hidden_layers"], checkpoint.indexer_layers()
+    layers = checkpoint.config["num_hidden_layers"]
     try:
         schedule = schedule_of(checkpoint.config)
     except CheckpointError as error:
@@ -125,31 +166,32 @@ def _schedule(checkpoint: Checkpoint, place: Place, command: str) -> Iterator[Ve
         return
     full = {n for n, kind in enumerate(schedule) if kind == FULL}
     shared = set(range(layers)) - full
-    if missing := full - owners:
+    if missing := full - checkpoint.whole_indexers():
         yield Verdict(
             "indexer weights missing",
             True,
-            f"{_numbers(missing)} should select and have no indexer weights",
+            f"{_numbers(missing)} should select and lack weights of their indexers",
             "a complete copy of the checkpoint, and its config.json with indexer_types",
         )
     if not shared:
         return
     what = f"{len(shared)} of {layers} layers are marked {SHARED}"
-    made_up = len(shared & owners)
+    made_up = len(shared & checkpoint.indexers().keys())
     weights = (
         f"{made_up} of them have indexer weights, which a converter made up"
         if made_up
         else "they have no indexer weights"
     )
-    if place.open:
+    # Where all are made up stock loads them, and while all fits they select nothing.
+    if place.open and (made_up < len(shared) or _goes_past(checkpoint, use)):
         yield Verdict(
             "shared layers uninitialised",
             True,
             f"{what} and {weights}: stock mlx-lm refuses to load them, or lets them "
             "select at random",
-            _fix(place, command),
+            shell.fix(place, command),
         )
-    elif made_up:
+    elif made_up and not place.open:
         yield Verdict("weights left out", False, f"{what} and {weights}")
 
 
@@ -166,25 +208,38 @@ def schedule_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     return stated or (FULL,) * config["num_hidden_layers"]
 
 
-def _rope(checkpoint: Checkpoint, place: Place, command: str) -> Iterator[Verdict]:
+def _rope(
+    checkpoint: Checkpoint, place: Place, shell: Shell, command: str
+) -> Iterator[Verdict]:
     """The convention that the weights were trained with, stated, and run with."""
     config = checkpoint.config
-    usual, wanted = INTERLEAVES[config["model_type"]], indexer_interleaves(config)
+    usual, wanted = INTERLEAVES[checkpoint.kind], indexer_interleaves(config)
+    try:
+        stock = rope_of_stock(config)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        yield Verdict(
+            "configuration",
+            True,
+            f"mlx-lm can't build its indexers from config.json ({reason})",
+            "the config.json of the original checkpoint",
+        )
+        return
     if wanted != usual:
         yield Verdict(
             "RoPE flipped",
             True,
             f"config.json says {ROPE_KEY}={wanted}; the reference of "
-            f"{config['model_type']} has {usual}",
+            f"{checkpoint.kind} has {usual}",
             f"set {ROPE_KEY} to {str(usual).lower()} in config.json",
         )
-    elif place.open and rope_of_stock(config) != wanted:
+    elif place.open and stock != wanted:
         yield Verdict(
             "RoPE flipped",
             True,
             f"this mlx-lm rotates indexers with interleave={not wanted}; the weights "
             f"need {wanted}",
-            _fix(place, command),
+            shell.fix(place, command),
         )
 
 
@@ -210,35 +265,60 @@ def _formats(checkpoint: Checkpoint) -> Iterator[Verdict]:
 
 
 def _selection(
-    checkpoint: Checkpoint, place: Place, context: int | None, command: str
+    checkpoint: Checkpoint, place: Place, shell: Shell, use: Use, command: str
 ) -> Iterator[Verdict]:
-    index_topk = checkpoint.config.get("index_topk", 2048)
-    context = context or checkpoint.config.get("max_position_embeddings")
-    if context is not None and context <= index_topk:
+    index_topk = _index_topk(checkpoint)
+    if not _goes_past(checkpoint, use):
         yield Verdict(
             "dense",
             False,
-            f"{context:,} tokens fit in index_topk {index_topk:,}: nothing is selected",
+            f"what it is to hold fits in index_topk {index_topk}: nothing is selected",
         )
     elif place.open:
         yield Verdict(
             "sinks lost",
             True,
             f"past {index_topk:,} tokens nothing keeps the first ones in a selection",
-            _fix(place, command),
+            shell.fix(place, command),
         )
+    if place.on and shell.policy and shell.policy.sinks >= index_topk:
+        yield _too_many(shell.policy.sinks, f"index_topk {index_topk}")
+
+
+def _window(
+    checkpoint: Checkpoint, place: Place, shell: Shell, use: Use, command: str
+) -> Iterator[Verdict]:
+    size, context = use.max_kv_size, use.context
+    if size is None:
+        return
+    command += f" --max-kv-size {size}"
+    if place.open and (context is None or context > size):
+        yield Verdict("rotating mask", True, _all(place), shell.fix(place, command))
+    if place.on and shell.policy and shell.policy.sinks >= size:
+        yield _too_many(shell.policy.sinks, f"--max-kv-size {size}")
+
+
+def _too_many(sinks: int, limit: str) -> Verdict:
+    return Verdict(
+        "too many sinks",
+        True,
+        f"{VARIABLE} asks for {sinks} sinks, which don't fit in {limit}: refused",
+        f'{VARIABLE}="sinks=N" with fewer',
+    )
+
+
+def _goes_past(checkpoint: Checkpoint, use: Use) -> bool:
+    """Whether it holds more tokens than a selection."""
+    context = use.context or checkpoint.config.get("max_position_embeddings")
+    return context is None or context > _index_topk(checkpoint)
+
+
+def _index_topk(checkpoint: Checkpoint) -> int:
+    return checkpoint.config.get("index_topk", 2048)
 
 
 def _all(place: Place) -> str:
     return "; ".join(place.faults)
-
-
-def _fix(place: Place, command: str = "COMMAND") -> str:
-    if place.target == SNAPKV:
-        return "a budget of 32 rows or more"
-    if place.refused:
-        return place.refused
-    return f"{VARIABLE}=1 {command}"
 
 
 def _numbers(layers: set[int]) -> str:

@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 from types import SimpleNamespace
 
+import mlx.core as mx
 import mlx_lm
 import pytest
+from huggingface_hub.errors import NotASafetensorsRepoError
 from mlx_lm.models import cache, deepseek_v32
 
 import mlx_sinks
@@ -108,9 +111,10 @@ def test_shared_layers_are_uninitialised_in_stock(doctor, folders, name):
     sentence = result["verdicts"][0]["sentence"]
     assert "3 of 7 layers" in sentence
     assert ("a converter made up" in sentence) == (name == "made up")
-    # What fits in index_topk doesn't save them: loading does not get that far.
+    # What fits in index_topk saves them where all weights were made up; with some
+    # missing, loading does not get that far.
     _, result = doctor("--model", folders[name], "--context", INDEX_TOPK)
-    assert causes(result) == ["shared layers uninitialised"]
+    assert causes(result) == ["shared layers uninitialised"] * (name != "made up")
 
 
 def test_a_switched_off_target_counts(doctor, folders):
@@ -121,6 +125,40 @@ def test_a_switched_off_target_counts(doctor, folders):
     assert causes(result) == ["sinks lost"]
     status, result = doctor(*options, variable="0")
     assert (status, len(causes(result))) == (1, 2)
+
+
+def test_a_shell_that_asks_for_too_little_or_too_much(doctor, folders):
+    options = ("--model", folders["glm"])
+    for variable in ("sinks=0", "sinks=0,recency=0", "sinks=0,recency=8"):
+        _, result = doctor(*options, variable=variable)
+        assert causes(result) == ["sinks lost"]
+    _, result = doctor(*options, variable=f"sinks={INDEX_TOPK}")
+    assert causes(result) == ["too many sinks"]
+    window = ("--model", folders["llama"], "--max-kv-size", 10)
+    assert causes(doctor(*window, variable="sinks=0")[1]) == ["rotating mask"]
+    assert causes(doctor(*window, variable="sinks=10")[1]) == ["too many sinks"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "fixed"),
+    [
+        (None, "MLX_SINKS=1"),
+        ("0", "MLX_SINKS=1"),
+        ("dsa=0", "MLX_SINKS=1"),
+        ("sinks=0", "MLX_SINKS=1"),
+        ("sinks=8,recency=4,dsa=0", 'MLX_SINKS="sinks=8,recency=4"'),
+        ("rotating=0,dsa=0", 'MLX_SINKS="sinks=4,recency=64,rotating=0"'),
+    ],
+)
+def test_a_fix_keeps_what_the_shell_says(doctor, folders, variable, fixed):
+    _, result = doctor("--model", folders["glm"], variable=variable)
+    command = f"mlx_lm.generate --model {folders['glm']}"
+    assert result["verdicts"][-1]["fix"] == f"{fixed} {command}"
+
+
+def test_a_fix_can_be_pasted(doctor, folders):
+    _, result = doctor("--model", folders["made up"])
+    assert result["verdicts"][0]["fix"].endswith(f"--model '{folders['made up']}'")
 
 
 def test_weights_that_a_converter_made_up_are_named(doctor, folders):
@@ -164,6 +202,7 @@ def test_a_rotating_window(doctor, folders, name):
     assert "--max-kv-size 512" in result["verdicts"][0]["fix"]
     assert doctor(*options, variable="1")[0] == 0
     assert doctor(*options, variable="rotating=0")[0] == 1
+    assert doctor(*options, "--context", 512)[0] == 0
 
 
 def test_formats_of_the_indexers(doctor, folders):
@@ -232,6 +271,31 @@ def test_a_fork_with_a_snapkv_of_its_own(monkeypatch, doctor, least, affected):
     assert not affected or "2 of 4 sinks" in result["verdicts"][0]["sentence"]
 
 
+def test_weights_of_an_indexer_that_are_incomplete(doctor, folders, tmp_path):
+    folder = shutil.copytree(folders["glm"], tmp_path / "torn")
+    weights = mx.load(str(folder / "model.safetensors"))
+    del weights["model.layers.1.self_attn.indexer.wk.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    _, result = doctor("--model", folder, variable=ON)
+    assert causes(result) == ["indexer weights missing"]
+    assert "layers 1 (1)" in result["verdicts"][0]["sentence"]
+
+
+def test_layers_of_multi_token_prediction_do_not_count(doctor, folders, tmp_path):
+    folder = shutil.copytree(folders["glm"], tmp_path / "mtp")
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights |= {
+        name.replace("layers.1", "layers.2"): value
+        for name, value in weights.items()
+        if "layers.1" in name
+    }
+    mx.eval(weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    _, result = doctor("--model", folder, variable=ON)
+    assert result["model"]["layers_with_indexer_weights"] == 2
+    assert result["model"]["indexer_formats"] == {"F32": 6}
+
+
 def test_nothing_stays_patched(doctor, folders):
     upstream = deepseek_v32.Indexer.__call__
     doctor("--model", folders["shared"], variable="1")
@@ -250,6 +314,16 @@ def test_with_a_probe_it_looks_at_what_indexers_choose(doctor, folders, tmp_path
     status, result = doctor(*options, variable=ON)
     assert (status, causes(result)) == (1, ["indexers choose badly"])
     assert "of 7 layers" in result["verdicts"][-1]["sentence"]
+
+
+def test_a_probe_that_can_not_be_leaves_the_rest(doctor, folders, tmp_path):
+    status, result = doctor("--model", folders["llama"], "--probe")
+    assert (status, result["verdicts"][-1]["cause"]) == (0, "nothing selects")
+    text = tmp_path / "text.txt"
+    text.write_text("short")
+    options = ("--model", folders["glm"], "--probe", "--text", text)
+    status, result = doctor(*options, variable=ON)
+    assert (status, causes(result)) == (1, ["not probed"])
 
 
 # ------------------------------------------------------------------------ as a user
@@ -273,7 +347,9 @@ def test_the_command_says_what_it_found(folders, tmp_path):
         (["--model", "gone"], "neither a folder nor a hub id"),
         (["--model", "empty"], "no config.json"),
         (["--model", "damaged"], "config.json is damaged"),
-        (["--model", "list"], "names no model_type"),
+        (["--model", "list"], "config.json is no configuration"),
+        (["--model", "kindless"], "names no model_type"),
+        (["--model", "not whole"], "not whole: model-2.safetensors missing"),
         (["--model", "no weights"], "has no model*.safetensors"),
         (["--model", "torn"], "is no safetensors file"),
         (["--model", "schedule"], None),
@@ -293,6 +369,13 @@ def test_what_can_not_be_gets_a_sentence(
         "empty": {},
         "damaged": {"config.json": "{"},
         "list": {"config.json": "[1]"},
+        "kindless": {"config.json": '{"model_type": ["llama"]}'},
+        "not whole": {
+            "config.json": json.dumps(config),
+            "model.safetensors.index.json": json.dumps(
+                {"weight_map": {"a": "model-2.safetensors"}}
+            ),
+        },
         "no weights": {"config.json": json.dumps(config)},
         "torn": {"config.json": json.dumps(config), "model.safetensors": "torn"},
     }
@@ -312,8 +395,52 @@ def test_what_can_not_be_gets_a_sentence(
         assert "indexer_types marks the first layer as shared" in printed.out
     else:
         (line,) = printed.err.splitlines()
-        assert status in (1, 2)
+        assert status == 2
         assert line.startswith("mlx-sinks: ") and sentence in line
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers must be"),
+        ({"num_hidden_layers": "7"}, "num_hidden_layers must be"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"q_lora_rank": None}, "q_lora_rank must be"),
+        ({"index_topk": "16"}, "index_topk must be"),
+        ({"max_position_embeddings": "4096"}, "max_position_embeddings must be"),
+        ({"rope_parameters": None}, "configuration"),
+        ({"index_topk_pattern": ["F", {}]}, "schedule"),
+    ],
+)
+def test_a_configuration_with_something_odd(folders, tmp_path, capsys, facts, cause):
+    folder = shutil.copytree(folders["glm"], tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **facts}))
+    status = cli.main(["doctor", "--model", str(folder)])
+    printed = capsys.readouterr()
+    if "must be" in cause or "is 0" in cause:
+        (line,) = printed.err.splitlines()
+        assert status == 2 and cause in line
+    else:
+        assert status == 1 and f"✗ {cause}: " in printed.out
+
+
+@pytest.mark.parametrize("out", [".", "no/such/folder/doctor.json"])
+def test_a_file_that_can_not_be_written_is_known_before(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["doctor", "--out", out])
+    assert exit.value.code == 2
+
+
+def test_whatever_the_hub_raises_is_a_sentence(monkeypatch, capsys):
+    def raising(*arguments):
+        raise NotASafetensorsRepoError
+
+    monkeypatch.setattr(checkpoint_files, "_folder", lambda name: None)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", raising)
+    assert cli.main(["doctor", "--model", "somebody/bin-only"]) == 2
+    assert "from the hub: NotASafetensorsRepoError" in capsys.readouterr().err
 
 
 def test_of_the_hub_only_headers_are_read(monkeypatch, doctor, folders):
@@ -345,7 +472,8 @@ def test_a_large_checkpoint_is_read_by_its_headers(monkeypatch, doctor, tmp_path
         layer = f"model.layers.{number}"
         names = [f"{layer}.mlp.experts.{e}.up_proj.weight" for e in range(256)]
         if number in range(78) and config["indexer_types"][number] == "full":
-            names += [f"{layer}.self_attn.indexer.wq_b.weight"]
+            parts = sorted(checkpoint_files._PARTS)
+            names += [f"{layer}.self_attn.indexer.{part}" for part in parts]
         entry = {"dtype": "BF16", "shape": [1, 1], "data_offsets": [0, 2]}
         header = json.dumps(dict.fromkeys(names, entry)).encode()
         file = tmp_path / f"model-{number}.safetensors"
