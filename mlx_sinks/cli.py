@@ -144,6 +144,8 @@ def _folder(text: str) -> Path:
 def _file(text: str) -> Path:
     """A file that can be written: known before the work, not after it."""
     path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} is no file that can be written")
     return path

@@ -8,6 +8,8 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load
 
+from .policy import VARIABLE
+
 
 def load_model(
     path: str, trust_remote_code: bool = False
@@ -30,6 +32,12 @@ def load_model(
         return load(path, **options)
     except (OSError, ValueError) as error:
         reason = f"can't load {path}: {error}"
+        if "Missing" in reason and ".indexer." in reason:
+            reason = (
+                f"can't load {path}: layers without an indexer share another's, which "
+                f"stock mlx-lm doesn't know. Set {VARIABLE}=1; if that is not it, "
+                "mlx-sinks doctor --model says more"
+            )
         if not trust_remote_code and "trust_remote_code" in reason:
             reason += " (on the command line: --trust-remote-code)"
         raise ValueError(reason) from error

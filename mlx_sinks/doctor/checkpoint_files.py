@@ -163,7 +163,9 @@ def _from_hub(name: str) -> Checkpoint:
         files = HfApi().get_safetensors_metadata(name).files_metadata.values()
     except Exception as error:  # of the hub, the network or its libraries
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ValueError(f"can't read {name} from the hub: {reason}") from None
+        raise ValueError(
+            f"there is no folder {name}, and it can't be read from the hub: {reason}"
+        ) from None
     weights = {
         tensor: (info.dtype, tuple(info.shape))
         for file in files

@@ -23,9 +23,12 @@ from ..probing.command import observe
 from ..probing.report import by_layer, labels, skill, suspects
 from .checkpoint_files import Checkpoint, read_checkpoint
 from .diagnosis import (
+    NOT_PROBED,
     Shell,
     Use,
     Verdict,
+    command_of,
+    index_topk,
     of_checkpoint,
     of_installation,
     of_probe,
@@ -35,7 +38,10 @@ from .places import Place, examine
 
 
 def run(options: argparse.Namespace, shell: Shell) -> int:
-    """Examine as the options ask, print, and write; 1 where something is wrong."""
+    """Examine as the options ask, print, and write.
+
+    The exit status: 1 where something is wrong, 2 where the probe couldn't look.
+    """
     os.environ[QUIET_VARIABLE] = "1"  # trying a patch isn't using it
     errors = Console(stderr=True)
     with errors.status("Looking …"):
@@ -47,8 +53,11 @@ def run(options: argparse.Namespace, shell: Shell) -> int:
         else:
             verdicts = of_installation(places, shell)
     if options.probe:
+        # Headers alone don't make it healthy any more.
+        verdicts = [verdict for verdict in verdicts if verdict.cause != "healthy"]
         verdicts += _probe(options, checkpoint, shell, errors)
     wrong = any(verdict.wrong for verdict in verdicts)
+    unseen = any(verdict.cause == NOT_PROBED for verdict in verdicts)
     result = {
         "versions": versions(),
         "python": platform.python_version(),
@@ -67,7 +76,7 @@ def run(options: argparse.Namespace, shell: Shell) -> int:
         sys.stdout.write(written)
     else:
         _show(result, places, verdicts, Console())
-    return int(wrong)
+    return 2 if unseen else int(wrong)
 
 
 def facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -91,7 +100,7 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "layers_with_indexer_weights": len(checkpoint.indexers()),
         "indexer_formats": checkpoint.indexer_formats(),
         "indexer_interleaves": indexer_interleaves(config),
-        "index_topk": config.get("index_topk"),
+        "index_topk": index_topk(checkpoint),
     }
 
 
@@ -107,10 +116,11 @@ def _probe(
         with patched(policy, targets) if policy else nullcontext():
             seen, _ = observe(options, policy or SinkPolicy(), errors)
     except (OSError, ValueError) as error:
-        return [Verdict("not probed", True, str(error))]
+        return [Verdict(NOT_PROBED, False, str(error))]
     means, names = by_layer(seen), labels(seen.layers)
     skills = dict(zip(names, skill(means).tolist()))
-    return of_probe([names[number] for number in suspects(means)], skills)
+    sick = [names[number] for number in suspects(means)]
+    return of_probe(sick, skills, shell, command_of(checkpoint))
 
 
 def _show(
@@ -137,25 +147,34 @@ def _show(
     if result["model"]:
         line = _in_words(result["model"])
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for verdict in verdicts:
-        sign = "[red]✗[/red]" if verdict.wrong else "[green]✓[/green]"
+    fixes_after = [verdict.fix for verdict in verdicts[1:]] + [None]
+    for verdict, next_fix in zip(verdicts, fixes_after):
         cause, sentence = escape(verdict.cause), escape(verdict.sentence)
-        lines = f"{sign} [bold]{cause}[/bold]: {sentence}"
-        if verdict.fix:
+        lines = f"{_sign(verdict)} [bold]{cause}[/bold]: {sentence}"
+        if verdict.fix and verdict.fix != next_fix:  # what mends both is said once
             lines += f"\n  {escape(verdict.fix)}"
         console.print(lines, highlight=False, soft_wrap=True)
 
 
+def _sign(verdict: Verdict) -> str:
+    if verdict.wrong:
+        return "[red]✗[/red]"
+    return "[green]✓[/green]" if "healthy" in verdict.cause else "•"
+
+
 def _in_words(model: dict[str, Any]) -> str:
-    words = [f"{model['name']}: {model['model_type']}", f"{model['layers']} layers"]
+    words = [f"{model['name']}: {model['model_type']}"]
+    if model["layers"]:
+        words.append("1 layer" if model["layers"] == 1 else f"{model['layers']} layers")
     if "index_topk" in model:
         formats = [f"{n} in {f}" for f, n in model["indexer_formats"].items()]
         pairs = "neighbours" if model["indexer_interleaves"] else "halves"
+        if model["shared_layers"]:
+            words.append(f"{model['shared_layers']} of them shared")
         words += [
-            f"{model['shared_layers']} of them shared",
             f"{model['layers_with_indexer_weights']} with indexer weights"
             + (f" ({', '.join(formats)})" if formats else ""),
             f"rotating {pairs}",
-            f"index_topk {model['index_topk']}",
+            f"index_topk {model['index_topk']:,}",
         ]
     return ", ".join(words)

@@ -25,6 +25,9 @@ from .places import SNAPKV, Place
 
 # Bits that the measurements of docs/causes.md go down to.
 FEWEST_BITS = 4
+# Tokens of recency that docs/causes.md measures for indexers known to be sick.
+WIDE_RECENCY = 128
+NOT_PROBED = "not probed"
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,16 @@ class Shell:
             return place.refused
         policy = self.policy or SinkPolicy()
         policy = policy if policy.sinks else replace(policy, sinks=SinkPolicy().sinks)
-        off = [f"{name}=0" for name in self.off if name != place.target]
+        return self._with(policy, place.target, command)
+
+    def softened(self, command: str) -> str:
+        """The command with a recency window that makes up for sick indexers."""
+        policy = self.policy or SinkPolicy()
+        wide = replace(policy, recency=max(policy.recency, WIDE_RECENCY))
+        return self._with(wide, "dsa", command)
+
+    def _with(self, policy: SinkPolicy, target: str, command: str) -> str:
+        off = [f"{name}=0" for name in self.off if name != target]
         if policy == SinkPolicy() and not off:
             return f"{VARIABLE}=1 {command}"
         counts = [f"sinks={policy.sinks}", f"recency={policy.recency}"]
@@ -117,13 +129,16 @@ def of_checkpoint(
 ) -> list[Verdict]:
     """What is wrong when this checkpoint runs from this shell."""
     by_target = {place.target: place for place in places}
-    command = f"mlx_lm.generate --model {shlex.quote(checkpoint.name)}"
+    command = command_of(checkpoint)
     found: list[Verdict] = []
     if checkpoint.selects:
         found += _schedule(checkpoint, by_target["index_share"], shell, use, command)
         found += _rope(checkpoint, by_target["indexer_fidelity"], shell, command)
         found += _formats(checkpoint)
         found += _selection(checkpoint, by_target["dsa"], shell, use, command)
+        if use.max_kv_size:
+            sentence = f"--max-kv-size reaches no layer of a {checkpoint.kind}"
+            found.append(Verdict("no window", False, sentence))
     else:
         found += _window(checkpoint, by_target["rotating"], shell, use, command)
     if SNAPKV in by_target and by_target[SNAPKV].open:
@@ -137,7 +152,14 @@ def of_checkpoint(
     return [*found, Verdict("healthy", False, sentence)]
 
 
-def of_probe(suspects: list[str], skills: Mapping[str, float]) -> list[Verdict]:
+def command_of(checkpoint: Checkpoint) -> str:
+    """What a user types to run it."""
+    return f"mlx_lm.generate --model {shlex.quote(checkpoint.name)}"
+
+
+def of_probe(
+    suspects: list[str], skills: Mapping[str, float], shell: Shell, command: str
+) -> list[Verdict]:
     """What a probe says of the indexers that it saw choose."""
     if not suspects:
         return [Verdict("indexers healthy", False, "every indexer probed chooses well")]
@@ -149,7 +171,7 @@ def of_probe(suspects: list[str], skills: Mapping[str, float]) -> list[Verdict]:
             True,
             f"{len(suspects)} of {len(skills)} layers select little of what attention "
             f"wants, worst first (skill): {worst}{more}",
-            f"right weights; until then {VARIABLE}=recency=128 softens it",
+            f"right weights; what softens it until then: {shell.softened(command)}",
         )
     ]
 
@@ -171,7 +193,8 @@ def _schedule(
             "indexer weights missing",
             True,
             f"{_numbers(missing)} should select and lack weights of their indexers",
-            "a complete copy of the checkpoint, and its config.json with indexer_types",
+            "a complete copy of the checkpoint; if it is complete, its config.json "
+            "lacks indexer_types",
         )
     if not shared:
         return
@@ -182,13 +205,13 @@ def _schedule(
         if made_up
         else "they have no indexer weights"
     )
+    does = "lets them select with those" if made_up == len(shared) else "can't load it"
     # Where all are made up stock loads them, and while all fits they select nothing.
     if place.open and (made_up < len(shared) or _goes_past(checkpoint, use)):
         yield Verdict(
             "shared layers uninitialised",
             True,
-            f"{what} and {weights}: stock mlx-lm refuses to load them, or lets them "
-            "select at random",
+            f"{what} and {weights}: stock mlx-lm {does}",
             shell.fix(place, command),
         )
     elif made_up and not place.open:
@@ -267,22 +290,22 @@ def _formats(checkpoint: Checkpoint) -> Iterator[Verdict]:
 def _selection(
     checkpoint: Checkpoint, place: Place, shell: Shell, use: Use, command: str
 ) -> Iterator[Verdict]:
-    index_topk = _index_topk(checkpoint)
+    topk = index_topk(checkpoint)
     if not _goes_past(checkpoint, use):
         yield Verdict(
             "dense",
             False,
-            f"what it is to hold fits in index_topk {index_topk}: nothing is selected",
+            f"all its tokens fit in index_topk {topk:,}: nothing is selected",
         )
     elif place.open:
         yield Verdict(
             "sinks lost",
             True,
-            f"past {index_topk:,} tokens nothing keeps the first ones in a selection",
+            f"past {topk:,} tokens nothing keeps the first ones in a selection",
             shell.fix(place, command),
         )
-    if place.on and shell.policy and shell.policy.sinks >= index_topk:
-        yield _too_many(shell.policy.sinks, f"index_topk {index_topk}")
+    if place.on and shell.policy and shell.policy.sinks >= topk:
+        yield _too_many(shell.policy.sinks, f"index_topk {topk}")
 
 
 def _window(
@@ -310,10 +333,11 @@ def _too_many(sinks: int, limit: str) -> Verdict:
 def _goes_past(checkpoint: Checkpoint, use: Use) -> bool:
     """Whether it holds more tokens than a selection."""
     context = use.context or checkpoint.config.get("max_position_embeddings")
-    return context is None or context > _index_topk(checkpoint)
+    return context is None or context > index_topk(checkpoint)
 
 
-def _index_topk(checkpoint: Checkpoint) -> int:
+def index_topk(checkpoint: Checkpoint) -> int:
+    """Columns of a selection, upstream's default where nothing is said."""
     return checkpoint.config.get("index_topk", 2048)
 
 
@@ -323,4 +347,6 @@ def _all(place: Place) -> str:
 
 def _numbers(layers: set[int]) -> str:
     shown = ", ".join(map(str, sorted(layers)[:8]))
-    return f"layers {shown}{' …' if len(layers) > 8 else ''} ({len(layers)})"
+    if len(layers) > 8:
+        shown += f" and {len(layers) - 8} more"
+    return f"layer {shown}" if len(layers) == 1 else f"layers {shown}"

@@ -47,7 +47,9 @@ class FidelityPatch(FunctionsPatch):
             if indexer.rope.traditional != interleaves:
                 found["rope"] = f"{ROPE_KEY} is ignored"
             if indexer.k_norm.eps != K_NORM_EPS:
-                found["eps"] = f"the epsilon of k_norm isn't {K_NORM_EPS:g}"
+                found["eps"] = (
+                    f"the epsilon of k_norm isn't {K_NORM_EPS:g} (tiny keys only)"
+                )
         return list(found.values())
 
     def _sites(self, module: ModuleType) -> Iterator[tuple[Any, str, Callable]]:

@@ -124,9 +124,10 @@ class RotatingPatch(FunctionsPatch):
             raise PolicyError(
                 f'{reason} (sinks: {VARIABLE}="sinks=N"; {WITHOUT})'
             ) from None
-        self._say()
         caches = upstream(model)
         plain = plain_layers(model, caches)
+        if plain:
+            self._say()
         for layer in plain:
             caches[layer] = sys.modules[self.module].RotatingKVCache(
                 max_size=window.size, keep=window.sinks

@@ -111,6 +111,7 @@ def test_shared_layers_are_uninitialised_in_stock(doctor, folders, name):
     sentence = result["verdicts"][0]["sentence"]
     assert "3 of 7 layers" in sentence
     assert ("a converter made up" in sentence) == (name == "made up")
+    assert ("can't load it" in sentence) == (name != "made up")
     # What fits in index_topk saves them where all weights were made up; with some
     # missing, loading does not get that far.
     _, result = doctor("--model", folders[name], "--context", INDEX_TOPK)
@@ -170,7 +171,7 @@ def test_weights_that_a_converter_made_up_are_named(doctor, folders):
 def test_layers_that_should_select_and_can_not(doctor, folders):
     status, result = doctor("--model", folders["no schedule"], variable=ON)
     assert (status, causes(result)) == (1, ["indexer weights missing"])
-    assert "layers 3, 4, 5 (3)" in result["verdicts"][0]["sentence"]
+    assert "layers 3, 4, 5 should" in result["verdicts"][0]["sentence"]
 
 
 @pytest.mark.parametrize("kind", small_models.KINDS)
@@ -203,6 +204,11 @@ def test_a_rotating_window(doctor, folders, name):
     assert doctor(*options, variable="1")[0] == 0
     assert doctor(*options, variable="rotating=0")[0] == 1
     assert doctor(*options, "--context", 512)[0] == 0
+
+
+def test_a_window_that_reaches_no_layer(doctor, folders):
+    _, result = doctor("--model", folders["glm"], "--max-kv-size", 64, variable=ON)
+    assert [v["cause"] for v in result["verdicts"]] == ["no window", "healthy"]
 
 
 def test_formats_of_the_indexers(doctor, folders):
@@ -278,7 +284,7 @@ def test_weights_of_an_indexer_that_are_incomplete(doctor, folders, tmp_path):
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     _, result = doctor("--model", folder, variable=ON)
     assert causes(result) == ["indexer weights missing"]
-    assert "layers 1 (1)" in result["verdicts"][0]["sentence"]
+    assert "layer 1 should" in result["verdicts"][0]["sentence"]
 
 
 def test_layers_of_multi_token_prediction_do_not_count(doctor, folders, tmp_path):
@@ -313,7 +319,9 @@ def test_with_a_probe_it_looks_at_what_indexers_choose(doctor, folders, tmp_path
     options = ("--model", folders["shared"], "--probe", "--text", text, "--tokens", 100)
     status, result = doctor(*options, variable=ON)
     assert (status, causes(result)) == (1, ["indexers choose badly"])
-    assert "of 7 layers" in result["verdicts"][-1]["sentence"]
+    assert len(result["verdicts"]) == 1
+    assert "of 7 layers" in result["verdicts"][0]["sentence"]
+    assert 'MLX_SINKS="sinks=4,recency=128"' in result["verdicts"][0]["fix"]
 
 
 def test_a_probe_that_can_not_be_leaves_the_rest(doctor, folders, tmp_path):
@@ -323,7 +331,12 @@ def test_a_probe_that_can_not_be_leaves_the_rest(doctor, folders, tmp_path):
     text.write_text("short")
     options = ("--model", folders["glm"], "--probe", "--text", text)
     status, result = doctor(*options, variable=ON)
-    assert (status, causes(result)) == (1, ["not probed"])
+    assert (status, result["verdicts"][-1]["cause"]) == (2, "not probed")
+    options = ("--model", folders["shared"], "--probe")
+    status, result = doctor(*options)
+    assert (status, causes(result)[0]) == (2, "shared layers uninitialised")
+    sentence = result["verdicts"][-1]["sentence"]
+    assert "Set MLX_SINKS=1" in sentence and "\n" not in sentence
 
 
 # ------------------------------------------------------------------------ as a user
@@ -353,7 +366,7 @@ def test_the_command_says_what_it_found(folders, tmp_path):
         (["--model", "no weights"], "has no model*.safetensors"),
         (["--model", "torn"], "is no safetensors file"),
         (["--model", "schedule"], None),
-        (["--model", "nobody/has-this"], "can't read nobody/has-this from the hub"),
+        (["--model", "nobody/has-this"], "can't be read from the hub"),
         (["--probe"], "which, with --model"),
         (["--context", "100"], "which, with --model"),
     ],
