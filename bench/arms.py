@@ -38,9 +38,11 @@ def load(path: str, trust_remote_code: bool) -> tuple[nn.Module, TokenizerWrappe
 def load_any(
     path: str, trust_remote_code: bool = False
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """The same of a model of any kind."""
-    model, tokenizer = load_model(path, trust_remote_code)
+    """The same of a model of any kind; one whose layers share is built so."""
     mlx_sinks.uninstall()
+    with mlx_sinks.patched(targets=["index_share"]):
+        model, tokenizer = load_model(path, trust_remote_code)
+    mlx_sinks.uninstall()  # what upstream imported meanwhile
     if mx.default_device() == mx.Device(mx.cpu):
         _make_fast_for_reference_blas(model)
     return model, tokenizer

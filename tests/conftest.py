@@ -68,7 +68,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(items):
     if Version(version("mlx-lm")) < Version("0.32.0"):
-        reason = "minutes without an optimised BLAS; the newest release runs it"
+        reason = "costly, and about no release: the newest end runs it"
         for item in items:
             if item.get_closest_marker("newest"):
                 item.add_marker(pytest.mark.skip(reason=reason))

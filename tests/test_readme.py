@@ -138,6 +138,7 @@ def built(tmp_path_factory):
     return folders
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "line", [line for line in COMMANDS if any(name in line for name in AFFORDABLE)]
 )

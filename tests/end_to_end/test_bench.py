@@ -144,6 +144,7 @@ def test_repetition_profile_and_its_resumption(folder, tmp_path):
     assert kept["facts"]["policy"] == "2 sinks + 64 recent"
 
 
+@pytest.mark.newest
 def test_an_interrupted_profile_says_how_to_go_on(folder, tmp_path):
     """Ctrl-C after the first finished part: it stays, and nothing half-done does."""
     outcome = interrupted(
@@ -163,6 +164,7 @@ def without_indexer(tmp_path_factory):
     return small_models.write_llama_folder(tmp_path_factory.mktemp("llama") / "llama")
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "argv",
     [
@@ -183,6 +185,7 @@ def test_a_model_that_cant_be_measured_gets_a_sentence(argv, without_indexer):
         assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -223,6 +226,7 @@ def test_probe_command(folder, text, tmp_path):
             assert 0 < mass <= best + 1e-5 <= 1 + 2e-5
 
 
+@pytest.mark.newest
 def test_a_changed_configuration_makes_the_parts_anew(folder, tmp_path):
     """Not only other weights make another model."""
     copy = shutil.copytree(folder, tmp_path / "model")
@@ -265,6 +269,7 @@ def test_a_probe_that_saw_nothing_calls_nothing_healthy(folder, text, tmp_path):
     assert [*(tmp_path / "new").iterdir()] == []
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

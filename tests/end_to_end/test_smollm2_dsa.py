@@ -93,6 +93,7 @@ def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
         assert heading in demo.stdout
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
@@ -128,6 +129,7 @@ def test_bad_input_gets_a_sentence_and_loses_nothing(
     assert notes.read_text() == "mine"
 
 
+@pytest.mark.newest
 def test_a_build_replaces_its_own_folder(figures, tmp_path):
     """Also one that has been run, and from a local folder as it is at the time.
 

@@ -81,6 +81,7 @@ def test_speed_is_measured_and_memory_constant(llama):
     assert "ratio" in shown.stdout and "500" in shown.stdout
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
