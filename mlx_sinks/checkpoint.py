@@ -89,14 +89,16 @@ def _whole(config: Mapping[str, Any], name: str, otherwise: int) -> int:
     return otherwise if number is None else whole(name, number)
 
 
-def whole(name: str, number: Any) -> int:
+def whole(name: str, number: Any, least: int = 0) -> int:
     """A count of a configuration.
 
     Raises
     ------
     CheckpointError
-        It isn't a whole number from 0 on.
+        It isn't a whole number from ``least`` on.
     """
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise CheckpointError(f"{name} must be a whole number >= 0, not {number!r}")
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise CheckpointError(
+            f"{name} must be a whole number >= {least}, not {number!r}"
+        )
     return number

@@ -13,15 +13,15 @@ from typing import Any
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from ..checkpoint import INTERLEAVES, CheckpointError, whole
+from ..checkpoint import INTERLEAVES, whole
 
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(\w+)\.(\w+)")
 # What upstream's Indexer has; quantised projections have more.
 _PARTS = {"wq_b.weight", "wk.weight", "weights_proj.weight"}
 _PARTS |= {"k_norm.weight", "k_norm.bias"}
-# Of a configuration with indexers; the last two may be left out.
-_COUNTS = ("num_hidden_layers", "hidden_size", "q_lora_rank")
-_COUNTS += ("index_topk", "max_position_embeddings")
+# Counts of a configuration with indexers.
+_NEEDED = ("num_hidden_layers", "hidden_size", "q_lora_rank")
+_OPTIONAL = {"index_topk", "max_position_embeddings"}
 # Bytes that a header may have: a wrong file's first eight say anything.
 _LONGEST_HEADER = 100_000_000
 
@@ -183,11 +183,6 @@ def _checked(name: str, file: Path, weights: Weights) -> Checkpoint:
         raise ValueError(f"{name} has no model*.safetensors")
     checkpoint = Checkpoint(name, config, weights)
     if checkpoint.selects:
-        for key in _COUNTS:
-            if key in _COUNTS[:3] or key in config:
-                try:
-                    if not whole(key, config.get(key)):
-                        raise CheckpointError(f"{key} is 0")
-                except CheckpointError as error:
-                    raise CheckpointError(f"{name}/config.json: {error}") from None
+        for key in (*_NEEDED, *_OPTIONAL & config.keys()):
+            whole(f"{name}/config.json: {key}", config.get(key), 1)
     return checkpoint
