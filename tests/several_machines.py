@@ -25,11 +25,13 @@ def alone(model, prompts: list[list[int]]) -> list[list[int]]:
     return [[int(token) for token, _ in step] for step in steps]
 
 
-def together(model, prompts: list[list[int]]) -> list[list[int]]:
+def together(
+    model, prompts: list[list[int]], max_tokens: int = NEW_TOKENS, **options
+) -> list[list[int]]:
     """Tokens of the same prompts as one batch, as upstream's server has it."""
     from mlx_lm.generate import BatchGenerator
 
-    generator = BatchGenerator(model, max_tokens=NEW_TOKENS)
+    generator = BatchGenerator(model, max_tokens=max_tokens, **options)
     results = {uid: [] for uid in generator.insert(prompts)}
     while responses := generator.next_generated():
         for response in responses:

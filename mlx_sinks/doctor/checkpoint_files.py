@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Checkpoint:
     def indexers(self) -> dict[int, set[str]]:
         """By layer, the parts of its indexer that there are weights of."""
         found: dict[int, set[str]] = {}
-        for layer, part, _ in self._indexer_weights():
+        for layer, part, _ in self._indexer_weights:
             found.setdefault(layer, set()).add(part)
         return found
 
@@ -61,18 +61,21 @@ class Checkpoint:
         return dict(
             Counter(
                 self._format(part, *weight)
-                for _, part, weight in self._indexer_weights()
+                for _, part, weight in self._indexer_weights
                 if part.endswith(".weight") and len(weight[1]) == 2
             )
         )
 
-    def _indexer_weights(self) -> Iterator[tuple[int, str, tuple]]:
+    @functools.cached_property
+    def _indexer_weights(self) -> list[tuple[int, str, tuple]]:
         """Layer, part, and what the header says of it."""
-        for name, weight in self.weights.items():
-            match = _INDEXER.fullmatch(name)
+        found = ((_INDEXER.fullmatch(name), w) for name, w in self.weights.items())
+        return [
+            (int(match[1]), f"{match[2]}.{match[3]}", weight)
+            for match, weight in found
             # Layers past the last are for multi-token prediction; nobody runs them.
-            if match and int(match[1]) < self.config["num_hidden_layers"]:
-                yield int(match[1]), f"{match[2]}.{match[3]}", weight
+            if match and int(match[1]) < self.config["num_hidden_layers"]
+        ]
 
     def _format(self, part: str, dtype: str, shape: tuple[int, ...]) -> str:
         """``BF16`` and the like, or the bits of what mlx has quantised."""

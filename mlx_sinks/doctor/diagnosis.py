@@ -304,7 +304,7 @@ def _selection(
             f"past {topk:,} tokens nothing keeps the first ones in a selection",
             shell.fix(place, command),
         )
-    if place.on and shell.policy and shell.policy.sinks >= topk:
+    if place.on and shell.policy.sinks >= topk:
         yield _too_many(shell.policy.sinks, f"index_topk {topk}")
 
 
@@ -317,7 +317,7 @@ def _window(
     command += f" --max-kv-size {size}"
     if place.open and (context is None or context > size):
         yield Verdict("rotating mask", True, _all(place), shell.fix(place, command))
-    if place.on and shell.policy and shell.policy.sinks >= size:
+    if place.on and shell.policy.sinks >= size:
         yield _too_many(shell.policy.sinks, f"--max-kv-size {size}")
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.models import deepseek_v32
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, make_prompt_cache
 
 import mlx_sinks
 import processes
+import several_machines
 import small_models
 from mlx_sinks import ProbeError, Recording, SinkPolicy
 from mlx_sinks.patches import registry
@@ -305,13 +306,8 @@ def test_generated_tokens_are_those_without_a_probe(model, policy):
     prompts = [prompt(seed, length) for seed, length in enumerate((5, 40, 23))]
 
     def batch():
-        generator = BatchGenerator(model, max_tokens=12, prefill_step_size=9)
-        results = {uid: [] for uid in generator.insert(prompts)}
-        while responses := generator.next_generated():
-            for response in responses:
-                results[response.uid].append(response.token)
-        generator.close()
-        return list(results.values())
+        options = {"max_tokens": 12, "prefill_step_size": 9}
+        return several_machines.together(model, prompts, **options)
 
     expected = batch(), generated(model, prompts[1], prefill_step_size=9)
     with mlx_sinks.probe(model, POLICY, block=8, queries=3):
