@@ -25,7 +25,7 @@ from arguments import HelpFormatter, add_output, count, environment, put_out, ru
 from mlx_sinks import SinkPolicy, selection
 
 INDEX_TOPK = 2048
-HOOK = r"    if \(listener := .*\n        listener\(.*\n"
+HOOK = r"    if \(listener := .*\n        .*_heard\(.*\n"
 
 
 def main() -> int:

@@ -168,8 +168,8 @@ def _run(options: argparse.Namespace) -> int:
     policy = SinkPolicy.from_env()
     if asked := _asked(options):
         policy = replace(policy or SinkPolicy(), **asked)
-        counts = [f"sinks={policy.sinks}", f"recency={policy.recency}"]
-        environment[VARIABLE] = ",".join(counts + [f"{n}=0" for n in switched_off()])
+        off = [f"{name}=0" for name in switched_off()]
+        environment[VARIABLE] = ",".join([*policy.settings(), *off])
     elif policy is None:
         environment[VARIABLE] = "1"
     try:

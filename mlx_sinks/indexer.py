@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .policy import SinkPolicy
+from .scoring import IndexScores, default_memory
 from .selection import select_columns
 
 
@@ -47,6 +48,8 @@ def indexer_forward(
 ) -> mx.array | None:
     """What upstream's ``Indexer.__call__`` returns, with the guarantee.
 
+    Scored as ``policy.scoring`` says.
+
     Parameters
     ----------
     indexer : mlx_lm.models.deepseek_v32.Indexer
@@ -78,11 +81,18 @@ def indexer_forward(
     if keys.shape[2] <= indexer.index_topk:
         return None
 
+    weights = indexer.weights_proj(x)
     scale = indexer.n_heads**-0.5 * indexer.softmax_scale
-    weights = (indexer.weights_proj(x) * scale).swapaxes(-1, -2)[..., None]
-    scores = mx.maximum(queries @ keys.swapaxes(-1, -2), 0) * weights
+    if policy.scoring == "upstream":
+        weights = (weights * scale).swapaxes(-1, -2)[..., None]
+        products = mx.maximum(queries @ keys.swapaxes(-1, -2), 0)
+        scores = dialect.sum_heads(products * weights)
+    else:
+        memory = policy.score_memory or default_memory(mx.default_device().type)
+        weights = weights.astype(mx.float32) * scale
+        scores = IndexScores(queries, keys, weights, memory)
     return select_columns(
-        dialect.sum_heads(scores),
+        scores,
         indexer.index_topk,
         policy,
         left_padding=getattr(cache, "left_padding", None),

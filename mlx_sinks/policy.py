@@ -8,14 +8,22 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 VARIABLE = "MLX_SINKS"
 ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128,rotating=0"'
 # Patches by the names that they have in the registry; each can be switched off alone.
 TARGETS = ("dsa", "rotating", "index_share", "indexer_fidelity")
+# How an indexer's scores are computed; the first is the default.
+SCORINGS = ("blocks", "upstream")
 _ON = frozenset({"1", "on", "true", "yes"})
 OFF = frozenset({"", "0", "off", "false", "no"})
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base ** (power + 1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgt")
+}
 
 
 class PolicyError(ValueError):
@@ -24,7 +32,7 @@ class PolicyError(ValueError):
 
 @dataclass(frozen=True)
 class SinkPolicy:
-    """Columns that every selection keeps, whatever their scores.
+    """Columns that every selection keeps, and how the others are scored.
 
     Source: Xiao et al. 2023, "Efficient Streaming Language Models with Attention
     Sinks" (StreamingLLM): softmax parks its surplus weight on the first tokens.
@@ -36,31 +44,56 @@ class SinkPolicy:
         Four as in the paper. Must stay below the model's ``index_topk``.
     recency : int, default=64
         Number of newest columns kept, the query's own included.
+    scoring : {"blocks", "upstream"}, default="blocks"
+        How a learned indexer's scores are computed: by blocks of queries, heads summed
+        in float32, or with upstream's own arithmetic, all at once, whose picks near the
+        threshold are then upstream's bit for bit; see ``docs/performance.md``.
+    score_memory : int, optional
+        Bytes that the scores of a block may take; by default 64 MiB on a CPU, and on a
+        GPU 1/64 of its memory but at most 1 GiB. One query is always scored at once.
 
     Raises
     ------
     PolicyError
-        A ``ValueError``: a count that is negative or not a whole number.
+        A ``ValueError``: a count that is negative or not a whole number, or a scoring
+        that isn't known.
     """
 
     sinks: int = 4
     recency: int = 64
+    scoring: str = SCORINGS[0]
+    score_memory: int | None = None
 
     def __post_init__(self):
-        for field in fields(self):
-            count = whole_number(field.name, getattr(self, field.name))
-            object.__setattr__(self, field.name, count)
+        for name in ("sinks", "recency"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        if self.scoring not in SCORINGS:
+            known = " or ".join(SCORINGS)
+            raise PolicyError(f"scoring must be {known}, not {self.scoring!r}")
+        if self.score_memory is not None:
+            size = whole_number("score_memory", self.score_memory, 1, "bytes")
+            object.__setattr__(self, "score_memory", size)
 
     def __str__(self):
         return f"{self.sinks} sinks + {self.recency} recent"
+
+    def settings(self) -> list[str]:
+        """What ``MLX_SINKS`` has to list for this policy, the counts always."""
+        default = type(self)()
+        return [
+            f"{field.name}={value}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != getattr(default, field.name)
+            or field.name in ("sinks", "recency")
+        ]
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> SinkPolicy | None:
         """The policy that ``MLX_SINKS`` asks for, ``None`` where it is unset or off.
 
         Accepted are ``1`` (the defaults), ``0`` (off) and a list of fields, for
-        instance ``sinks=8,recency=128``; in a list ``rotating=0`` and the like switch
-        single targets off.
+        instance ``sinks=8,score_memory=512MB``; in a list ``rotating=0`` and the like
+        switch single targets off.
 
         Raises
         ------
@@ -70,7 +103,7 @@ class SinkPolicy:
         settings = _settings(os.environ if environ is None else environ)
         if settings is None:
             return None
-        return cls(**{n: number for n, number in settings.items() if n not in TARGETS})
+        return cls(**{n: value for n, value in settings.items() if n not in TARGETS})
 
     def fit(self, index_topk: int) -> SinkPolicy:
         """This policy inside ``index_topk`` slots: sinks stay, recency is clamped.
@@ -101,10 +134,10 @@ def _fit(policy: SinkPolicy, index_topk: int) -> SinkPolicy:
         f"index_topk={index_topk}: keeping {room} recent tokens",
         stacklevel=3,
     )
-    return SinkPolicy(policy.sinks, room)
+    return replace(policy, recency=room)
 
 
-def whole_number(name: str, value: object, least: int = 0) -> int:
+def whole_number(name: str, value: object, least: int = 0, of: str = "tokens") -> int:
     """A number of tokens as a program gives it, NumPy's integers included."""
     try:
         count = operator.index(value)
@@ -112,7 +145,7 @@ def whole_number(name: str, value: object, least: int = 0) -> int:
         count = least - 1
     if isinstance(value, bool) or count < least:
         raise PolicyError(
-            f"{name} must be a whole number of tokens >= {least}, not {value!r}"
+            f"{name} must be a whole number of {of} >= {least}, not {value!r}"
         )
     return count
 
@@ -127,14 +160,31 @@ def parse_count(name: str, text: str) -> int:
     return int(text)
 
 
+def parse_size(name: str, text: str) -> int:
+    """A number of bytes as it is written in the variable: 512MB, 1.5GiB, 65536."""
+    number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text, re.DOTALL).groups()
+    if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,3})?", number) and unit in _UNITS:
+        size = int(float(number) * _UNITS[unit])
+        return whole_number(name, size, 1, "bytes")
+    raise PolicyError(f"{name} must be a size such as 512MB or 1GiB, not {text[:40]!r}")
+
+
 def switched_off(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """The targets that ``MLX_SINKS`` excludes, as in ``rotating=0``."""
     settings = _settings(os.environ if environ is None else environ) or {}
     return tuple(name for name in TARGETS if not settings.get(name, True))
 
 
-def _settings(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """What the variable says: counts, and targets as 0 or 1; ``None`` for off."""
+_PARSERS = {
+    "sinks": parse_count,
+    "recency": parse_count,
+    "scoring": lambda name, text: SinkPolicy(scoring=text).scoring,
+    "score_memory": parse_size,
+}
+
+
+def _settings(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """What the variable says: fields, and targets as 0 or 1; ``None`` for off."""
     value = environ.get(VARIABLE, "")
     word = value.strip().lower()
     if word in OFF:
@@ -148,8 +198,8 @@ def _settings(environ: Mapping[str, str]) -> dict[str, int] | None:
         raise PolicyError(message) from None
 
 
-def _parse(text: str) -> dict[str, int]:
-    settings: dict[str, int] = {}
+def _parse(text: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
     known = [*(field.name for field in fields(SinkPolicy)), *TARGETS]
     for item in text.split(","):
         name, _, value = (part.strip() for part in item.partition("="))
@@ -157,8 +207,8 @@ def _parse(text: str) -> dict[str, int]:
             raise PolicyError(f"{name!r} is not a setting (known: {', '.join(known)})")
         if name in settings:
             raise PolicyError(f"{name} is given twice")
-        if name not in TARGETS:
-            settings[name] = parse_count(name, value)
+        if name in _PARSERS:
+            settings[name] = _PARSERS[name](name, value)
         elif value in _ON | (OFF - {""}):
             settings[name] = int(value in _ON)
         else:

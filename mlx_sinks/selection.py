@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Protocol
 
 import mlx.core as mx
 
-from .columns import forced_columns
+from .columns import columns_to_force
 from .policy import SinkPolicy
+
+LARGEST = mx.finfo(mx.float32).max
+
+
+class Scores(Protocol):
+    """Scores that are computed block by block, as the selection comes to them."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, 1, L, T)"""
+
+    @property
+    def rows(self) -> int:
+        """Queries of a block, of the L."""
+
+    def block(self, rows: slice, after: list[mx.array] = ()) -> mx.array:
+        """Scores of some queries, not evaluated before the arrays ``after``."""
+
 
 Listener = Callable[[mx.array, mx.array | None, mx.array | None], object]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
@@ -36,7 +56,7 @@ def is_heard() -> bool:
 
 
 def select_columns(
-    scores: mx.array,
+    scores: mx.array | Scores,
     index_topk: int,
     policy: SinkPolicy,
     left_padding: mx.array | None = None,
@@ -50,8 +70,9 @@ def select_columns(
 
     Parameters
     ----------
-    scores : mx.array, shape (B, 1, L, T)
-        Float32, float16 or bfloat16. Any value, NaN and infinities included.
+    scores : mx.array or Scores, shape (B, 1, L, T)
+        Float32, float16 or bfloat16. Any value, NaN and infinities included. ``Scores``
+        are computed here, one block of queries after the other.
     index_topk : int
         Number of columns to select.
     policy : SinkPolicy
@@ -76,14 +97,83 @@ def select_columns(
     if T <= index_topk:
         return None
     if (listener := _listener.get()) is not None:
-        listener(scores, left_padding, mask)
-    # Three classes in one key: hidden -inf < any score, made finite < forced +inf.
-    # Float32 holds the infinities of both half precisions apart from their finite
-    # values.
-    keys = mx.nan_to_num(scores.astype(mx.float32), nan=mx.finfo(mx.float32).min)
-    if mask is not None:
-        keys = mx.where(mask, keys, -mx.inf)
-    if policy.sinks or policy.recency:
-        forced = forced_columns(policy, L, T, left_padding, mask)
-        keys = mx.where(forced, mx.inf, keys)
-    return mx.argpartition(keys, kth=-index_topk, axis=-1)[..., -index_topk:]
+        scores = _heard(listener, scores, left_padding, mask)
+    select = functools.partial(_select, index_topk, policy, L, left_padding, mask)
+    if isinstance(scores, mx.array):
+        return select(slice(0, L), scores)
+    selected = []
+    for rows, block in _blocks(scores, selected):
+        selected.append(select(rows, block))
+    return selected[0] if len(selected) == 1 else mx.concatenate(selected, axis=2)
+
+
+def _heard(
+    listener: Listener,
+    scores: mx.array | Scores,
+    left_padding: mx.array | None,
+    mask: mx.array | None,
+) -> mx.array:
+    """All the scores, after the listener has seen them."""
+    if not isinstance(scores, mx.array):
+        blocks = []
+        for _, block in _blocks(scores, blocks):
+            blocks.append(block)
+        scores = mx.concatenate(blocks, axis=2)
+    listener(scores, left_padding, mask)
+    return scores
+
+
+def _blocks(
+    scores: Scores, results: list[mx.array]
+) -> Iterator[tuple[slice, mx.array]]:
+    """Each block of queries, to be computed after the last of the ``results``."""
+    L, step = scores.shape[2], scores.rows
+    for start in range(0, L, step):
+        rows = slice(start, min(start + step, L))
+        yield rows, scores.block(rows, after=results[-1:])
+
+
+def _select(
+    index_topk: int,
+    policy: SinkPolicy,
+    L: int,
+    left_padding: mx.array | None,
+    mask: mx.array | None,
+    rows: slice,
+    scores: mx.array,
+) -> mx.array:
+    """The selection of a block of the L queries."""
+    T = scores.shape[-1]
+    if mask is None:
+        keys = _ranked(scores)
+    else:
+        one_for_all = mask.ndim < 2 or mask.shape[-2] == 1
+        keys = _ranked_and_hidden(scores, mask if one_for_all else mask[..., rows, :])
+    if L == 1 and left_padding is None and mask is None:
+        if policy.sinks:
+            keys[..., : policy.sinks] = mx.inf
+        if policy.recency:
+            keys[..., T - policy.recency :] = mx.inf
+    elif policy.sinks or policy.recency:
+        columns, forced = columns_to_force(policy, L, T, left_padding, rows)
+        columns = mx.broadcast_to(columns, (*keys.shape[:-1], columns.shape[-1]))
+        own = mx.take_along_axis(keys, columns, axis=-1)
+        # Of a column that stands twice both have the same key. Hidden ones stay so.
+        own = mx.where(forced & (own > -mx.inf), mx.inf, own)
+        keys = mx.put_along_axis(keys, columns, own, axis=-1)
+    selected = mx.argpartition(keys, kth=-index_topk, axis=-1)[..., -index_topk:]
+    # A copy, since the slice would keep the places of all T columns in memory.
+    return mx.contiguous(selected) if L > 1 else selected
+
+
+# Three classes in one key: hidden -inf < any score, made finite < forced +inf. Float32
+# holds the infinities of both half precisions apart from their finite values.
+@functools.partial(mx.compile, shapeless=True)
+def _ranked(scores: mx.array) -> mx.array:
+    return mx.nan_to_num(scores.astype(mx.float32), nan=-LARGEST)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _ranked_and_hidden(scores: mx.array, mask: mx.array) -> mx.array:
+    keys = mx.nan_to_num(scores.astype(mx.float32), nan=-LARGEST)
+    return mx.where(mask, keys, -mx.inf)

@@ -94,8 +94,7 @@ class Shell:
         off = [f"{name}=0" for name in self.off if name != target]
         if policy == SinkPolicy() and not off:
             return f"{VARIABLE}=1 {command}"
-        counts = [f"sinks={policy.sinks}", f"recency={policy.recency}"]
-        return f'{VARIABLE}="{",".join(counts + off)}" {command}'
+        return f'{VARIABLE}="{",".join(policy.settings() + off)}" {command}'
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ from ..policy import SinkPolicy
 from ..selection import is_heard
 from .upstreams import random_state_kept, replaced_by_others
 
+# Nothing forced and nothing computed otherwise: upstream's own selection.
+UPSTREAM = SinkPolicy(0, 0, scoring="upstream")
+
 
 class DSAPatch:
     """Replaces ``Indexer.__call__`` by the forward that keeps sinks and recency."""
@@ -53,7 +56,7 @@ class DSAPatch:
         ours = functools.partial(
             indexer_forward,
             indexer,
-            policy=SinkPolicy(0, 0),
+            policy=UPSTREAM,
             dialect=_dialect(version),
         )
         for case, (left_padding, steps) in _CASES.items():
@@ -99,7 +102,7 @@ class DSAPatch:
         def forward(indexer, x, qr, mask, cache=None):
             policy = getattr(indexer, "sink_policy", None) or self._policy
             if policy is None and is_heard():
-                policy = SinkPolicy(0, 0)  # upstream's selection, where it can be seen
+                policy = UPSTREAM  # where its selection can be seen
             if policy is None:
                 return upstream(indexer, x, qr, mask, cache=cache)
             return indexer_forward(

@@ -12,7 +12,8 @@ import small_models
 from mlx_sinks import SinkPolicy
 from mlx_sinks.patches.registry import PATCHES
 
-NOTHING = SinkPolicy(0, 0)
+# Bit for bit is a promise of upstream's own arithmetic alone.
+NOTHING = SinkPolicy(0, 0, scoring="upstream")
 TOPK = small_models.INDEX_TOPK
 LENGTH = 60
 CUTS = {"whole": [60], "chunks": [7, 20, 30, 3], "decode": [40, 1, 1, 1, 5, 1, 1, 10]}
@@ -52,6 +53,19 @@ def test_logits_equal_stock_bit_for_bit_with_nothing_forced(kind, dtype, bits):
         with mlx_sinks.patched(NOTHING):
             ours = logits(model, inputs, cuts, make_prompt_cache(model))
         np.testing.assert_array_equal(ours, stock)
+
+
+@pytest.mark.parametrize("kind", small_models.KINDS)
+def test_scored_by_blocks_the_same_columns_are_selected(kind):
+    """Many heads, so that no two scores are equal; a block of one query and of all."""
+    for seed, cuts in enumerate(CUTS.values()):
+        model = small_models.make(kind, seed=seed, index_n_heads=24)
+        inputs = tokens(seed)
+        stock = logits(model, inputs, cuts, make_prompt_cache(model))
+        for memory in (1, None):
+            with mlx_sinks.patched(SinkPolicy(0, 0, score_memory=memory)):
+                ours = logits(model, inputs, cuts, make_prompt_cache(model))
+            np.testing.assert_allclose(ours, stock, rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,89 @@
+"""A learned indexer's scores, computed by blocks of queries when they are needed."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+CPU_MEMORY = 64 * 2**20
+GPU_MEMORY = 2**30
+
+
+@dataclass(frozen=True)
+class IndexScores:
+    """Scores of the lightning indexer, none of them held.
+
+    Of query ``i`` and key ``t`` it is ``sum_h weight[i, h] * relu(query[i, h] @
+    key[t])``, as in the DeepSeek-V3.2 report. All heads share the keys, so that the
+    queries of a block are one matrix, (rows * H) x D, against D x T, and the sum over
+    heads is a second product, in float32.
+
+    Parameters
+    ----------
+    queries : mx.array, shape (B, H, L, D)
+        Rotated.
+    keys : mx.array, shape (B, 1, T, D)
+        Rotated, of the queries' type.
+    weights : mx.array, shape (B, L, H)
+        Of the heads, scaled.
+    memory : int
+        Bytes that a block may take while it is scored and selected from. A block has
+        one query at least.
+    """
+
+    queries: mx.array
+    keys: mx.array
+    weights: mx.array
+    memory: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, 1, L, T), as of an array of all scores."""
+        B, _, L, _ = self.queries.shape
+        return B, 1, L, self.keys.shape[2]
+
+    @property
+    def rows(self) -> int:
+        """Queries of a block."""
+        B, H, L, _ = self.queries.shape
+        # Products and their relu in float32, the sum, the keys of the selection, and
+        # its indices before the best are cut out.
+        held = B * self.keys.shape[2] * 4 * (2 * H + 4)
+        return max(1, min(L, self.memory // held))
+
+    def block(self, rows: slice, after: list[mx.array] = ()) -> mx.array:
+        """The scores of some queries, (B, 1, rows, T) in float32.
+
+        Nothing of it is evaluated before the arrays ``after``, so that blocks whose
+        results wait for each other are never held side by side.
+        """
+        queries = self.queries[:, :, rows]
+        if after:
+            (queries,) = mx.depends([queries], after)
+        B, H, L, D = queries.shape
+        queries = queries.swapaxes(1, 2).reshape(B, L * H, D)
+        products = _product(queries, self.keys[:, 0].swapaxes(-1, -2))
+        products = mx.maximum(products, 0).reshape(B, L, H, -1)
+        weights = self.weights[:, rows, None]
+        scores = weights.astype(mx.float32) @ products.astype(mx.float32)
+        return scores.swapaxes(1, 2)
+
+
+def _product(queries: mx.array, keys: mx.array) -> mx.array:
+    """In the arrays' own type on a GPU, which rounds only the result."""
+    if mx.default_device() == mx.cpu:
+        # MLX multiplies half precision slowly there, and has a BLAS for float32.
+        queries, keys = queries.astype(mx.float32), keys.astype(mx.float32)
+    return queries @ keys
+
+
+@functools.cache
+def default_memory(kind: mx.DeviceType) -> int:
+    """Bytes for the scores of a block: about a CPU's caches, a small share of a GPU."""
+    if kind == mx.cpu:
+        return CPU_MEMORY
+    facts = mx.device_info(mx.Device(kind))
+    size = facts.get("memory_size") or facts.get("total_memory") or 0
+    return max(CPU_MEMORY, min(GPU_MEMORY, size // 64))
