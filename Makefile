@@ -1,6 +1,7 @@
 # make demo            the same prompt through plain mlx_lm.generate: stock, MLX_SINKS=1, dense
 # make test            the whole suite on both ends of the supported mlx-lm range
 # make test-upstream   mlx-lm's own tests on both ends, without mlx-sinks and with it
+# make speed           the indexer's selection, upstream's and ours side by side
 # Each works as the only command after a clone; all they write is under build/.
 
 PYTHON ?= python3
@@ -17,11 +18,14 @@ NEWEST := --upgrade mlx-lm
 PIP_OPTIONS := --quiet --disable-pip-version-check
 SUITE := -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-newest test-oldest lint clean
+.PHONY: demo speed test test-newest test-oldest lint clean
 .PHONY: test-upstream test-upstream-newest test-upstream-oldest
 
 demo: build/venv-demo/ready
 	build/venv-demo/bin/python bench/demo.py --build build --out build/demo.json
+
+speed: build/venv-speed/ready
+	build/venv-speed/bin/python bench/indexer_speed.py $(SPEED) --out build/indexer_speed
 
 test: lint test-newest test-oldest
 
@@ -41,10 +45,14 @@ test-upstream-newest: build/venv-newest/ready
 test-upstream-oldest: build/venv-oldest/ready
 	build/venv-oldest/bin/python $(UPSTREAM) --out build/upstream/oldest.json
 
+# More options of bench/indexer_speed.py. A GPU multiplies half precision.
+SPEED ?= --dtype $(if $(filter cpu,$(BACKEND)),float32,bfloat16)
+
 lint: build/venv-newest/ready
 	build/venv-newest/bin/ruff check .
 	build/venv-newest/bin/ruff format --check .
 
+build/venv-speed/ready: EXTRAS = plots
 build/venv-newest/ready: EXTRAS = dev plots
 build/venv-newest/ready: RELEASES = $(NEWEST)
 build/venv-oldest/ready: EXTRAS = dev plots

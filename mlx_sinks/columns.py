@@ -7,6 +7,8 @@ and a sequence's first real column is its left padding.
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 
 from .policy import SinkPolicy
@@ -37,8 +39,10 @@ def forced_columns(
     mx.array of bool, shape (B or 1, 1, L, T)
         True at ``sinks | recency``, at most ``policy.sinks + policy.recency`` a row.
     """
-    first, position = _first(left_padding), _position(L, T)
-    forced = _is_forced(policy, mx.arange(T), first, position)
+    sinks, recency = min(policy.sinks, T), min(policy.recency, T)
+    column, first, position = mx.arange(T), _first(left_padding), _position(L, T)
+    kept = (column < first + sinks) | (column > position - recency)
+    forced = kept & (column >= first) & (column <= position)
     return forced if mask is None else forced & mask
 
 
@@ -54,7 +58,7 @@ def columns_to_force(
     Parameters
     ----------
     policy : SinkPolicy
-        Counts of columns, at most T each.
+        Counts of columns, at most T together.
     L, T, left_padding
         As for ``forced_columns``.
     rows : slice
@@ -63,21 +67,31 @@ def columns_to_force(
     Returns
     -------
     columns : mx.array of int, shape (B or 1, 1, rows, sinks + recency)
-        Within the T columns. One can stand twice, where sinks and recency overlap or
-        reach over an end of the buffer.
-    forced : mx.array of bool, of the same shape
-        Whether the guarantee holds for it, a mask left aside.
+        All of the query's sinks and recency window, mask aside; some stand twice where
+        the two overlap. Of a query in the padding: its own column.
+    any_forced : mx.array of bool, shape (B or 1, 1, rows, 1)
+        False for a query in the padding.
     """
-    first, position = _first(left_padding), _position(L, T)[:, :, rows]
-    sinks = first + mx.arange(policy.sinks)
-    recent = position - mx.arange(policy.recency)
-    shape = first.shape[0], 1, position.shape[2]
-    columns = mx.concatenate(
-        [mx.broadcast_to(part, (*shape, part.shape[-1])) for part in (sinks, recent)],
-        axis=-1,
-    )
-    columns = mx.clip(columns, 0, T - 1)
-    return columns, _is_forced(policy, columns, first, position)
+    position = _position(L, T, rows)
+    return _placed(*_steps(policy), _first(left_padding), position)
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(policy: SinkPolicy) -> tuple[mx.array, mx.array]:
+    """Of each column: whether it is counted back from the query, and how far it is."""
+    back = [False] * policy.sinks + [True] * policy.recency
+    steps = [*range(policy.sinks), *range(0, -policy.recency, -1)]
+    return mx.array(back), mx.array(steps)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _placed(
+    back: mx.array, steps: mx.array, first: mx.array, position: mx.array
+) -> tuple[mx.array, mx.array]:
+    # What would lie beyond the sequence's ends falls on one of them: with sinks that
+    # reach past the query it is a sink, and the first column is a recent one alike.
+    columns = mx.clip(mx.where(back, position, first) + steps, first, position)
+    return columns, first <= position
 
 
 def _first(left_padding: mx.array | None) -> mx.array:
@@ -85,15 +99,8 @@ def _first(left_padding: mx.array | None) -> mx.array:
     return padding.reshape(-1, 1, 1, 1)
 
 
-def _position(L: int, T: int) -> mx.array:
-    return mx.arange(T - L, T).reshape(1, 1, L, 1)
-
-
-def _is_forced(
-    policy: SinkPolicy, column: mx.array, first: mx.array, position: mx.array
-) -> mx.array:
-    """The guarantee, for any shapes that broadcast."""
-    # The counts' bound keeps them within 32 bits; no column is that far off.
-    sinks, recency = (min(n, 2**30) for n in (policy.sinks, policy.recency))
-    kept = (column < first + sinks) | (column > position - recency)
-    return kept & (column >= first) & (column <= position)
+def _position(L: int, T: int, rows: slice = slice(None)) -> mx.array:
+    columns = range(T - L, T)[rows]
+    if len(columns) == 1:  # without an operation of its own, for decoding
+        return mx.array(columns[0]).reshape(1, 1, 1, 1)
+    return mx.arange(columns.start, columns.stop).reshape(1, 1, -1, 1)

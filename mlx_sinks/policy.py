@@ -163,8 +163,8 @@ def parse_count(name: str, text: str) -> int:
 def parse_size(name: str, text: str) -> int:
     """A number of bytes as it is written in the variable: 512MB, 1.5GiB, 65536."""
     number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text, re.DOTALL).groups()
-    if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,3})?", number) and unit in _UNITS:
-        size = int(float(number) * _UNITS[unit])
+    if re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,3})?", number) and unit in _UNITS:
+        size = round(float(number) * _UNITS[unit])
         return whole_number(name, size, 1, "bytes")
     raise PolicyError(f"{name} must be a size such as 512MB or 1GiB, not {text[:40]!r}")
 

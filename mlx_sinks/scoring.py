@@ -47,41 +47,39 @@ class IndexScores:
     @property
     def rows(self) -> int:
         """Queries of a block."""
-        B, H, L, _ = self.queries.shape
-        # Products and their relu in float32, the sum, the keys of the selection, and
-        # its indices before the best are cut out.
-        held = B * self.keys.shape[2] * 4 * (2 * H + 4)
-        return max(1, min(L, self.memory // held))
+        B, H, L, D = self.queries.shape
+        T, size = self.keys.shape[2], mx.float32.size
+        # Two blocks at a time: the queries, their products, and as wide as one head the
+        # sum, the keys of the selection and its places. On a CPU all the keys besides.
+        query = 2 * B * size * (H * (D + T) + 6 * T)
+        keys = B * T * D * size * (self.keys.dtype != self._factor_type)
+        return max(1, min(L, (self.memory - keys) // query))
 
-    def block(self, rows: slice, after: list[mx.array] = ()) -> mx.array:
-        """The scores of some queries, (B, 1, rows, T) in float32.
-
-        Nothing of it is evaluated before the arrays ``after``, so that blocks whose
-        results wait for each other are never held side by side.
-        """
-        queries = self.queries[:, :, rows]
-        if after:
-            (queries,) = mx.depends([queries], after)
+    def block(self, rows: slice) -> mx.array:
+        """The scores of some queries, (B, 1, rows, T) in float32."""
+        queries = self.queries[:, :, rows].astype(self._factor_type)
         B, H, L, D = queries.shape
         queries = queries.swapaxes(1, 2).reshape(B, L * H, D)
-        products = _product(queries, self.keys[:, 0].swapaxes(-1, -2))
-        products = mx.maximum(products, 0).reshape(B, L, H, -1)
+        products = mx.maximum(queries @ self._columns, 0).reshape(B, L, H, -1)
         weights = self.weights[:, rows, None]
         scores = weights.astype(mx.float32) @ products.astype(mx.float32)
         return scores.swapaxes(1, 2)
 
+    @functools.cached_property
+    def _columns(self) -> mx.array:
+        """The keys as a matrix, (B, D, T)."""
+        return self.keys[:, 0].astype(self._factor_type).swapaxes(-1, -2)
 
-def _product(queries: mx.array, keys: mx.array) -> mx.array:
-    """In the arrays' own type on a GPU, which rounds only the result."""
-    if mx.default_device() == mx.cpu:
-        # MLX multiplies half precision slowly there, and has a BLAS for float32.
-        queries, keys = queries.astype(mx.float32), keys.astype(mx.float32)
-    return queries @ keys
+    @property
+    def _factor_type(self) -> mx.Dtype:
+        # On a CPU MLX multiplies half precision slowly, and has a BLAS for float32.
+        on_cpu = mx.default_device() == mx.cpu
+        return mx.float32 if on_cpu else self.keys.dtype
 
 
 @functools.cache
 def default_memory(kind: mx.DeviceType) -> int:
-    """Bytes for the scores of a block: about a CPU's caches, a small share of a GPU."""
+    """Bytes for the scores of a block: fast on a CPU, a small share of a GPU."""
     if kind == mx.cpu:
         return CPU_MEMORY
     facts = mx.device_info(mx.Device(kind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -27,8 +27,8 @@ class Scores(Protocol):
     def rows(self) -> int:
         """Queries of a block, of the L."""
 
-    def block(self, rows: slice, after: list[mx.array] = ()) -> mx.array:
-        """Scores of some queries, not evaluated before the arrays ``after``."""
+    def block(self, rows: slice) -> mx.array:
+        """(B, 1, rows, T)"""
 
 
 Listener = Callable[[mx.array, mx.array | None, mx.array | None], object]
@@ -126,11 +126,20 @@ def _heard(
 def _blocks(
     scores: Scores, results: list[mx.array]
 ) -> Iterator[tuple[slice, mx.array]]:
-    """Each block of queries, to be computed after the last of the ``results``."""
+    """Each block of queries; the one before it must have joined the ``results``.
+
+    MLX allocates what it evaluates well ahead of computing it. So no more than two
+    blocks are in its hands at a time: one that is computed, and the next.
+    """
     L, step = scores.shape[2], scores.rows
     for start in range(0, L, step):
+        if start:
+            # Inside of a transformation, such as mx.compile, nothing can be awaited.
+            with suppress(ValueError):
+                mx.async_eval(results[-1])
+                mx.eval(results[-2:-1])
         rows = slice(start, min(start + step, L))
-        yield rows, scores.block(rows, after=results[-1:])
+        yield rows, scores.block(rows)
 
 
 def _select(
@@ -143,24 +152,23 @@ def _select(
     scores: mx.array,
 ) -> mx.array:
     """The selection of a block of the L queries."""
-    T = scores.shape[-1]
+    T, sinks, recency = scores.shape[-1], policy.sinks, policy.recency
     if mask is None:
         keys = _ranked(scores)
     else:
         one_for_all = mask.ndim < 2 or mask.shape[-2] == 1
         keys = _ranked_and_hidden(scores, mask if one_for_all else mask[..., rows, :])
     if L == 1 and left_padding is None and mask is None:
-        if policy.sinks:
-            keys[..., : policy.sinks] = mx.inf
-        if policy.recency:
-            keys[..., T - policy.recency :] = mx.inf
-    elif policy.sinks or policy.recency:
-        columns, forced = columns_to_force(policy, L, T, left_padding, rows)
+        # One query that sees everything: its ends are forced.
+        if sinks:
+            keys[..., :sinks] = mx.inf
+        if recency:
+            keys[..., T - recency :] = mx.inf
+    elif sinks or recency:
+        columns, any_forced = columns_to_force(policy, L, T, left_padding, rows)
         columns = mx.broadcast_to(columns, (*keys.shape[:-1], columns.shape[-1]))
         own = mx.take_along_axis(keys, columns, axis=-1)
-        # Of a column that stands twice both have the same key. Hidden ones stay so.
-        own = mx.where(forced & (own > -mx.inf), mx.inf, own)
-        keys = mx.put_along_axis(keys, columns, own, axis=-1)
+        keys = mx.put_along_axis(keys, columns, _forced(own, any_forced), axis=-1)
     selected = mx.argpartition(keys, kth=-index_topk, axis=-1)[..., -index_topk:]
     # A copy, since the slice would keep the places of all T columns in memory.
     return mx.contiguous(selected) if L > 1 else selected
@@ -177,3 +185,9 @@ def _ranked(scores: mx.array) -> mx.array:
 def _ranked_and_hidden(scores: mx.array, mask: mx.array) -> mx.array:
     keys = mx.nan_to_num(scores.astype(mx.float32), nan=-LARGEST)
     return mx.where(mask, keys, -mx.inf)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _forced(keys: mx.array, any_forced: mx.array) -> mx.array:
+    """Of columns that the guarantee names: hidden ones stay hidden."""
+    return mx.where(any_forced & (keys > -mx.inf), mx.inf, keys)

@@ -38,6 +38,11 @@ def refused(outcome, status, *words):
         (["--sinks", "8", "--recency", "16"], None, "sinks=8,recency=16"),
         (["--sinks=0", "--recency=0"], None, "sinks=0,recency=0"),
         (["--sinks", "2"], "sinks=8,recency=128", "sinks=2,recency=128"),
+        (
+            ["--sinks", "2"],
+            "scoring=upstream,score_memory=1GB,rotating=0",
+            "sinks=2,recency=64,scoring=upstream,score_memory=1000000000,rotating=0",
+        ),
     ],
 )
 def test_the_command_sees_this_value(options, inherited, seen):

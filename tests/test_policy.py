@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_sinks import PolicyError, SinkPolicy
+from test_selection import examples
 
 
 def read(value):
@@ -38,6 +41,33 @@ def test_counts(value, policy):
     assert read(value) == policy
 
 
+@pytest.mark.parametrize("scoring", ["blocks", "upstream"])
+def test_scoring(scoring):
+    assert read(f"scoring={scoring}") == SinkPolicy(scoring=scoring)
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        ("65536", 65536),
+        ("1", 1),
+        ("1 KB", 1000),
+        ("512MB", 512 * 10**6),
+        ("64MiB", 64 * 2**20),
+        ("1GiB", 2**30),
+        ("1gib", 2**30),
+        ("1.5GB", 1_500_000_000),
+        ("2TB", 2 * 10**12),
+    ],
+)
+def test_sizes(value, size):
+    assert read(f"sinks=8, score_memory={value}") == SinkPolicy(8, score_memory=size)
+
+
+def test_by_default_scores_come_in_blocks_and_their_memory_is_the_devices():
+    assert SinkPolicy() == read("1") == SinkPolicy(scoring="blocks", score_memory=None)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -59,6 +89,24 @@ def test_counts(value, policy):
         "=4",
         ",",
         "sinks=4 recency=8",
+        "scoring",
+        "scoring=",
+        "scoring=fast",
+        "scoring=1",
+        "score_memory",
+        "score_memory=",
+        "score_memory=0",
+        "score_memory=0GB",
+        "score_memory=0.5",
+        "score_memory=-1MB",
+        "score_memory=MB",
+        "score_memory=1XB",
+        "score_memory=1e9",
+        "score_memory=1.2.3MB",
+        "score_memory=.MB",
+        "score_memory=٤MB",
+        "score_memory=" + "9" * 5000,
+        "score_memory=1MB,score_memory=2MB",
     ],
 )
 def test_anything_else_is_quoted_with_the_accepted_form(value):
@@ -78,3 +126,50 @@ def test_numpy_integers_become_plain_ones():
     policy = SinkPolicy(np.int64(3), np.uint8(5))
     assert policy == SinkPolicy(3, 5)
     assert type(policy.sinks) is int
+
+
+@pytest.mark.parametrize("scoring", ["x", "", "Blocks", None, True, 1, ["blocks"]])
+def test_a_scoring_that_is_not_known_is_refused(scoring):
+    with pytest.raises(PolicyError, match="scoring"):
+        SinkPolicy(scoring=scoring)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, 1e9, True, False, "512MB", "1", [1]])
+def test_a_memory_that_is_no_whole_number_of_bytes_is_refused(size):
+    with pytest.raises(PolicyError, match="score_memory"):
+        SinkPolicy(score_memory=size)
+
+
+def test_a_numpy_integer_of_memory_becomes_a_plain_one():
+    policy = SinkPolicy(score_memory=np.int64(2**20))
+    assert policy == SinkPolicy(score_memory=2**20)
+    assert type(policy.score_memory) is int
+
+
+@given(
+    st.builds(
+        SinkPolicy,
+        sinks=st.integers(0, 999_999_999),
+        recency=st.integers(0, 999_999_999),
+        scoring=st.sampled_from(["blocks", "upstream"]),
+        score_memory=st.none() | st.integers(1, 2**20) | st.integers(1, 2**42),
+    )
+)
+@examples(200)
+def test_settings_are_read_as_the_policy(policy):
+    assert read(",".join(policy.settings())) == policy
+
+
+@pytest.mark.parametrize("unit", ["", "B", "KB", "KiB", "MB", "GiB", "TB", "TiB"])
+def test_a_size_that_was_read_can_be_read_again(unit):
+    policy = read(f"score_memory=3{unit}")
+    assert read(",".join(policy.settings())) == policy
+
+
+@pytest.mark.parametrize("recency", [8, 10**6])
+@pytest.mark.filterwarnings("ignore:recency=")
+def test_what_fits_is_scored_the_same_way(recency):
+    policy = SinkPolicy(4, recency, scoring="upstream", score_memory=12345)
+    fitted = policy.fit(16)
+    assert (fitted.sinks, fitted.recency) == (4, min(recency, 12))
+    assert (fitted.scoring, fitted.score_memory) == ("upstream", 12345)
