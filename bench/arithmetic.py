@@ -51,7 +51,7 @@ def main() -> int:
     lengths = [2**13, 2**15, 2**17, 2**20]
     add("--keys", type=count, nargs="+", default=lengths, help="tokens of context")
     add("--chunk", type=count, default=2048, help="queries of a prefill step")
-    add("--score-memory", type=count, default=64 * MIB, help="bytes")
+    add("--score-memory", type=count, default=32 * MIB, help="bytes")
     add_output(parser)
     options = parser.parse_args()
     return run("arithmetic.py", lambda: put_out(reckon(options), options, show))
@@ -71,7 +71,7 @@ def reckon(options: argparse.Namespace) -> dict:
                     "key_bytes_by_heads": keys * indexers.heads,
                     "operations": 2 * indexers.layers * products * indexers.width,
                     "prefill_bytes": options.chunk * products * BFLOAT16,
-                    # One query is always scored at once, in float32.
+                    # A query is never cut: float32.
                     "block_bytes": max(options.score_memory, 4 * products),
                 }
             )

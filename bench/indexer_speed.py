@@ -26,6 +26,8 @@ Finished cases are kept in --out: a run that was interrupted goes on there.
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import itertools
 import os
 import random
@@ -174,13 +176,16 @@ def main() -> int:
 def speed(options: argparse.Namespace) -> None:
     """Measure every case, and put out the table."""
     sizes = options.dtype, options.batch, options.heads, options.queries, options.keys
+    sizes = map(dict.fromkeys, sizes)
     cases = [
         Case(B, H, L, T, dtype)
         for dtype, B, H, L, T in itertools.product(*sizes)
         if T > options.index_topk and T >= L
     ]
     if not cases:
-        raise ValueError(f"no --keys go past --index-topk {options.index_topk}")
+        raise ValueError(
+            f"no --keys go past --index-topk {options.index_topk} and reach --queries"
+        )
     rates = {dtype: hardware(DTYPES[dtype]) for dtype in options.dtype}
     chosen, left_out = [], []
     for case in cases:
@@ -217,13 +222,20 @@ def blas() -> str:
     return "preloaded" if os.environ.get("LD_PRELOAD") else "mlx's own"
 
 
+@functools.cache
+def code() -> str:
+    """What names the package as it is now."""
+    files = sorted(Path(mlx_sinks.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
+
+
 def kept(case: Case, options: argparse.Namespace) -> dict:
     """A case's figures, from an earlier run where they are the same."""
     asked = {
         name: getattr(options, name)
         for name in ("index_topk", "score_memory", "seeds", "draws", "seconds", "limit")
     }
-    facts = {**asdict(case), **asked, "blas": blas(), **environment()}
+    facts = {**asdict(case), **asked, "blas": blas(), **environment(), "code": code()}
     path = options.out and options.out / f"{case}.json"
     return finished(path, facts, lambda: measure(case, options))
 

@@ -71,7 +71,7 @@ def main() -> int:
     add("--columns", type=count, nargs="+", default=lengths, help="T")
     add("--rows", type=count, nargs="+", default=[1, 8], help="queries at once")
     add("--index-topk", type=count, default=2048, help="columns to select")
-    add("--draws", type=count, default=15, help="of scores")
+    add("--draws", type=count, default=5, help="of scores")
     add_output(parser)
     options = parser.parse_args()
     return run("topk_speed.py", lambda: put_out(measure(options), options, show))

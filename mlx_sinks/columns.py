@@ -84,14 +84,14 @@ def _steps(policy: SinkPolicy) -> tuple[mx.array, mx.array]:
     return mx.array(back), mx.array(steps)
 
 
-@functools.partial(mx.compile, shapeless=True)
+@mx.compile
 def _placed(
     back: mx.array, steps: mx.array, first: mx.array, position: mx.array
 ) -> tuple[mx.array, mx.array]:
     # What would lie beyond the sequence's ends falls on one of them: with sinks that
     # reach past the query it is a sink, and the first column is a recent one alike.
     columns = mx.clip(mx.where(back, position, first) + steps, first, position)
-    return columns, first <= position
+    return mx.maximum(columns, 0), first <= position
 
 
 def _first(left_padding: mx.array | None) -> mx.array:

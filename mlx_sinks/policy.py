@@ -49,8 +49,9 @@ class SinkPolicy:
         in float32, or with upstream's own arithmetic, all at once, whose picks near the
         threshold are then upstream's bit for bit; see ``docs/performance.md``.
     score_memory : int, optional
-        Bytes that the scores of a block may take; by default 64 MiB on a CPU, and on a
-        GPU 1/64 of its memory but at most 1 GiB. One query is always scored at once.
+        Bytes that a block may take while it is scored and selected from; by default
+        32 MiB on a CPU, and on a GPU 1/64 of its memory but at most 1 GiB. One query is
+        never cut.
 
     Raises
     ------
@@ -69,7 +70,7 @@ class SinkPolicy:
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.scoring not in SCORINGS:
             known = " or ".join(SCORINGS)
-            raise PolicyError(f"scoring must be {known}, not {self.scoring!r}")
+            raise PolicyError(f"scoring must be {known}, not {self.scoring!r:.42}")
         if self.score_memory is not None:
             size = whole_number("score_memory", self.score_memory, 1, "bytes")
             object.__setattr__(self, "score_memory", size)
@@ -162,10 +163,11 @@ def parse_count(name: str, text: str) -> int:
 
 def parse_size(name: str, text: str) -> int:
     """A number of bytes as it is written in the variable: 512MB, 1.5GiB, 65536."""
-    number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text, re.DOTALL).groups()
-    if re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,3})?", number) and unit in _UNITS:
-        size = round(float(number) * _UNITS[unit])
-        return whole_number(name, size, 1, "bytes")
+    found = re.fullmatch(r"([0-9]{1,30})(\.[0-9]{1,3})?\s*([a-z]*)", text)
+    if found and found[3] in _UNITS:
+        whole, fraction, unit = found[1], found[2] or "0", _UNITS[found[3]]
+        if size := int(whole) * unit + round(float(fraction) * unit):
+            return size
     raise PolicyError(f"{name} must be a size such as 512MB or 1GiB, not {text[:40]!r}")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-CPU_MEMORY = 64 * 2**20
+CPU_MEMORY = 32 * 2**20
 GPU_MEMORY = 2**30
 
 
@@ -49,9 +49,9 @@ class IndexScores:
         """Queries of a block."""
         B, H, L, D = self.queries.shape
         T, size = self.keys.shape[2], mx.float32.size
-        # Two blocks at a time: the queries, their products, and as wide as one head the
-        # sum, the keys of the selection and its places. On a CPU all the keys besides.
-        query = 2 * B * size * (H * (D + T) + 6 * T)
+        # The queries, their products, and as wide as one head the sum, the keys of the
+        # selection and its places. On a CPU all the keys besides.
+        query = B * size * (H * (D + T) + 6 * T)
         keys = B * T * D * size * (self.keys.dtype != self._factor_type)
         return max(1, min(L, (self.memory - keys) // query))
 

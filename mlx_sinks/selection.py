@@ -101,10 +101,7 @@ def select_columns(
     select = functools.partial(_select, index_topk, policy, L, left_padding, mask)
     if isinstance(scores, mx.array):
         return select(slice(0, L), scores)
-    selected = []
-    for rows, block in _blocks(scores, selected):
-        selected.append(select(rows, block))
-    return selected[0] if len(selected) == 1 else mx.concatenate(selected, axis=2)
+    return _by_blocks(scores, select)
 
 
 def _heard(
@@ -115,31 +112,24 @@ def _heard(
 ) -> mx.array:
     """All the scores, after the listener has seen them."""
     if not isinstance(scores, mx.array):
-        blocks = []
-        for _, block in _blocks(scores, blocks):
-            blocks.append(block)
-        scores = mx.concatenate(blocks, axis=2)
+        scores = _by_blocks(scores, lambda rows, block: block)
     listener(scores, left_padding, mask)
     return scores
 
 
-def _blocks(
-    scores: Scores, results: list[mx.array]
-) -> Iterator[tuple[slice, mx.array]]:
-    """Each block of queries; the one before it must have joined the ``results``.
-
-    MLX allocates what it evaluates well ahead of computing it. So no more than two
-    blocks are in its hands at a time: one that is computed, and the next.
-    """
+def _by_blocks(scores: Scores, act: Callable[[slice, mx.array], mx.array]) -> mx.array:
+    """What ``act`` makes of each block of queries, (B, 1, L, any)."""
     L, step = scores.shape[2], scores.rows
+    results = []
     for start in range(0, L, step):
-        if start:
+        rows = slice(start, min(start + step, L))
+        results.append(act(rows, scores.block(rows)))
+        if step < L:
+            # MLX allocates well ahead of computing: blocks would pile up in its hands.
             # Inside of a transformation, such as mx.compile, nothing can be awaited.
             with suppress(ValueError):
-                mx.async_eval(results[-1])
-                mx.eval(results[-2:-1])
-        rows = slice(start, min(start + step, L))
-        yield rows, scores.block(rows)
+                mx.eval(results[-1])
+    return results[0] if len(results) == 1 else mx.concatenate(results, axis=2)
 
 
 def _select(
@@ -157,14 +147,15 @@ def _select(
         keys = _ranked(scores)
     else:
         one_for_all = mask.ndim < 2 or mask.shape[-2] == 1
-        keys = _ranked_and_hidden(scores, mask if one_for_all else mask[..., rows, :])
-    if L == 1 and left_padding is None and mask is None:
+        mask = mask if one_for_all else mask[..., rows, :]
+        keys = _ranked_and_hidden(scores, mx.broadcast_to(mask, scores.shape))
+    if not (sinks or recency):
+        pass
+    elif L == 1 and left_padding is None and mask is None:
         # One query that sees everything: its ends are forced.
-        if sinks:
-            keys[..., :sinks] = mx.inf
-        if recency:
-            keys[..., T - recency :] = mx.inf
-    elif sinks or recency:
+        first, last = (mx.full((*keys.shape[:-1], n), mx.inf) for n in (sinks, recency))
+        keys = mx.concatenate([first, keys[..., sinks : T - recency], last], axis=-1)
+    else:
         columns, any_forced = columns_to_force(policy, L, T, left_padding, rows)
         columns = mx.broadcast_to(columns, (*keys.shape[:-1], columns.shape[-1]))
         own = mx.take_along_axis(keys, columns, axis=-1)
@@ -176,6 +167,7 @@ def _select(
 
 # Three classes in one key: hidden -inf < any score, made finite < forced +inf. Float32
 # holds the infinities of both half precisions apart from their finite values.
+# What is compiled for any shape must not broadcast: its first trace counts for all.
 @functools.partial(mx.compile, shapeless=True)
 def _ranked(scores: mx.array) -> mx.array:
     return mx.nan_to_num(scores.astype(mx.float32), nan=-LARGEST)
@@ -187,7 +179,7 @@ def _ranked_and_hidden(scores: mx.array, mask: mx.array) -> mx.array:
     return mx.where(mask, keys, -mx.inf)
 
 
-@functools.partial(mx.compile, shapeless=True)
+@mx.compile
 def _forced(keys: mx.array, any_forced: mx.array) -> mx.array:
     """Of columns that the guarantee names: hidden ones stay hidden."""
     return mx.where(any_forced & (keys > -mx.inf), mx.inf, keys)

@@ -4,6 +4,7 @@ Most inputs are small whole numbers, whose sums are the same in any order, so th
 scores and selections can be compared exactly.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
@@ -16,8 +17,10 @@ from packaging.version import Version
 
 import oracle
 from mlx_sinks import PolicyError, SinkPolicy
+from mlx_sinks.columns import columns_to_force
 from mlx_sinks.scoring import IndexScores, default_memory
 from mlx_sinks.selection import listening, select_columns
+from processes import run
 from test_selection import (
     DTYPES,
     Case,
@@ -227,7 +230,7 @@ def test_each_mask_is_cut_to_its_block(shape, policy):
     case = IndexedCase(2, 5, 23, 7, *policy, left=(0, 9))
     case = replace(case, mask_kind="random", mask_shape=shape)
     whole = row_sets(select(case.whole, *case.arguments()[1:]))
-    for memory, rows in ((1, {1}), (9_000, {2, 3, 4}), (HUGE, {5})):
+    for memory, rows in ((1, {1}), (4_500, {2, 3, 4}), (HUGE, {5})):
         case = replace(case, memory=memory)
         assert case.scores.rows in rows
         columns = select(*case.arguments())
@@ -295,7 +298,7 @@ def test_a_listener_hears_all_the_scores_and_changes_nothing(case):
 # done between their products.
 @pytest.mark.parametrize("policy", [SinkPolicy(), SinkPolicy(0, 0)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("memory", "L"), [(16 * MIB, 35), (64 * MIB, 100)])
+@pytest.mark.parametrize(("memory", "L"), [(16 * MIB, 45), (64 * MIB, 170)])
 def test_a_selection_stays_within_its_memory(memory, L, dtype, policy):
     T = 8192
     inputs = normal(0, 1, 32, L, T, 64, dtype)
@@ -313,8 +316,8 @@ def test_a_selection_stays_within_its_memory(memory, L, dtype, policy):
     assert held <= memory
 
 
-def test_a_cpu_has_64_mib():
-    assert default_memory(mx.DeviceType.cpu) == 64 * MIB
+def test_a_cpu_has_32_mib():
+    assert default_memory(mx.DeviceType.cpu) == 32 * MIB
 
 
 @pytest.mark.parametrize(
@@ -324,10 +327,10 @@ def test_a_cpu_has_64_mib():
         ({"total_memory": 24 * GIB}, 384 * MIB),
         ({"memory_size": 10**10}, 10**10 // 64),
         ({"memory_size": 4 * GIB}, 64 * MIB),
-        ({"memory_size": 2 * GIB}, 64 * MIB),
+        ({"memory_size": GIB}, 32 * MIB),
         ({"memory_size": 64 * GIB}, GIB),
         ({"total_memory": 512 * GIB}, GIB),
-        ({"device_name": "unknown"}, 64 * MIB),
+        ({"device_name": "unknown"}, 32 * MIB),
     ],
 )
 def test_a_gpu_lends_a_64th_of_its_memory_but_no_extreme(monkeypatch, facts, memory):
@@ -386,3 +389,55 @@ def test_float32_selects_the_best_but_for_ties_to_rounding(L, seed):
     assert (chosen.sum(-1) == k).all()
     wrong = chosen != (scores >= threshold)
     assert (np.abs(scores - threshold) <= 2 * tolerance.max())[wrong].all()
+
+
+# ---------------------------------------------------------------- transformations
+
+FIRST_TRACED = """
+import mlx.core as mx
+from mlx_sinks import SinkPolicy
+from mlx_sinks.scoring import IndexScores
+from mlx_sinks.selection import select_columns
+
+def select(B, L, padding, memory):
+    keys = mx.arange(20, 0, -1).astype(mx.float32).reshape(1, 1, 20, 1)
+    queries, weights = mx.ones((B, 1, L, 1)), mx.ones((B, L, 1))
+    scores = IndexScores(queries, mx.repeat(keys, B, axis=0), weights, memory)
+    mask = mx.ones((1, 20), mx.bool_)
+    padding = padding and mx.array(padding)
+    return select_columns(scores, 8, SinkPolicy(2, 2), padding, mask)
+
+mx.eval({transformation}(lambda x: select(1, 4, None, 1) + x)(mx.array(0, mx.uint32)))
+print([sorted(row) for row in select(2, 4, [0, 18], 2**20)[1, 0].tolist()])
+"""
+
+
+@pytest.mark.parametrize("transformation", ["mx.compile", "mx.checkpoint"])
+def test_a_first_trace_leaves_nothing_behind(transformation):
+    """In a process that has selected nothing before; one row's shapes are special."""
+    code = FIRST_TRACED.format(transformation=transformation)
+    outcome = run(sys.executable, "-c", code)
+    assert outcome.status == 0, outcome.stderr
+    rows = [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
+    rows += [[0, 1, 2, 3, 4, 5, 6, 18], [0, 1, 2, 3, 4, 5, 18, 19]]
+    assert outcome.stdout == f"{rows}\n"
+
+
+@pytest.mark.skipif(
+    Version(version("mlx")) < Version("0.32"), reason="its argpartition has no vmap"
+)
+@pytest.mark.parametrize("L", [1, 3])
+def test_each_of_a_vmap_is_selected_from(L):
+    scores = mx.broadcast_to(-mx.arange(12.0), (3, 2, 1, L, 12))
+    mask = None if L == 1 else mx.ones((L, 12), mx.bool_)
+    selected = mx.vmap(lambda x: select_columns(x, 4, SinkPolicy(0, 2), None, mask))
+    one = row_sets(np.array(select_columns(scores[0], 4, SinkPolicy(0, 2), None, mask)))
+    assert [row_sets(each) for each in np.array(selected(scores))] == [one] * 3
+
+
+def test_places_beyond_the_buffer_are_none():
+    """No cache makes them; gathered and scattered they would be anybody's memory."""
+    columns, _ = columns_to_force(SinkPolicy(3, 2), 1, 20, mx.array([-3]))
+    assert np.array(columns).min() >= 0
+    columns, _ = columns_to_force(SinkPolicy(3, 2), 9, 4)
+    assert np.array(columns).min() >= 0
