@@ -291,7 +291,6 @@ def measure(case: Case, options: argparse.Namespace) -> dict:
         row[f"{arm}_peak_bytes"] = peaks[arm]
     if "upstream" in calls:
         row["ratio"] = ratio(times["upstream"], times["ours"])
-        row["memory_ratio"] = peaks["upstream"] / peaks["ours"]
     del inputs, calls
     fitting = round(options.seconds / statistics.median(times["ours"]))
     row |= guarantee(case, policies, options, max(1, min(options.draws, fitting)))
@@ -520,10 +519,9 @@ def draw(result: dict, path: Path) -> None:
                     for row in rows
                     if (row["L"], row["H"]) == (L, H) and f"{arm}_ms" in row
                 ]
-                label = f"{arm}, {H} heads"
-                axes.plot(*zip(*points), style, color=f"C{color}", label=label) if (
-                    points
-                ) else None
+                if points:
+                    look = {"color": f"C{color}", "label": f"{arm}, {H} heads"}
+                    axes.plot(*zip(*points), style, **look)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("keys")
