@@ -153,6 +153,17 @@ def write_json(path: Path, result: Any) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+def new_figure(script: str, **look: Any) -> Any | None:
+    """A matplotlib figure, or ``None`` and a sentence where matplotlib isn't there."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sentence = "no picture without matplotlib: pip install '.[plots]'"
+        print(f"{script}: {sentence}", file=sys.stderr)
+        return None
+    return Figure(layout="constrained", **look)
+
+
 def as_json(result: Any) -> str:
     """JSON proper, which has no NaN and no infinity: they are ``null``."""
 

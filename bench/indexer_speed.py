@@ -55,6 +55,7 @@ from arguments import (
     environment,
     finished,
     folder,
+    new_figure,
     positive,
     put_out,
     run,
@@ -501,16 +502,12 @@ def cells_of(row: dict, forms: tuple[str, ...]) -> Iterator[str]:
 
 def draw(result: dict, path: Path) -> None:
     """Time over keys, log-log: a panel for each number of queries of one sequence."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sentence = "no picture without matplotlib: pip install '.[plots]'"
-        print(f"indexer_speed.py: {sentence}", file=sys.stderr)
-        return
     rows = [row for row in result["rows"] if row["B"] == result["rows"][0]["B"]]
     rows = [row for row in rows if row["dtype"] == rows[0]["dtype"]]
     panels = sorted({row["L"] for row in rows})
-    figure = Figure(figsize=(4 * len(panels), 4.5), layout="constrained")
+    figure = new_figure("indexer_speed.py", figsize=(4 * len(panels), 4.5))
+    if figure is None:
+        return
     for axes, L in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
         for H, style in zip(sorted({row["H"] for row in rows}), ("-", "--", ":", "-.")):
             for color, arm in enumerate(("upstream", "ours", "floor")):

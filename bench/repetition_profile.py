@@ -38,6 +38,7 @@ from arguments import (
     finished,
     folder,
     model_files,
+    new_figure,
     positive,
     put_out,
     run,
@@ -205,16 +206,9 @@ def _cell(name: str, block: dict) -> str:
 
 def draw(result: dict, path: Path) -> None:
     """Repeats and surprise against total tokens, one line per arm."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(
-            "repetition_profile.py: no picture without matplotlib: "
-            "pip install '.[plots]'",
-            file=sys.stderr,
-        )
+    figure = new_figure("repetition_profile.py", figsize=(11, 7))
+    if figure is None:
         return
-    figure = Figure(figsize=(11, 7), layout="constrained")
     title = f"{result['model']}, sinks: {result['policy']}"
     figure.suptitle(title, parse_math=False)
     grid = figure.subplots(2, 2, sharex=True, squeeze=False)

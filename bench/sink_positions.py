@@ -41,6 +41,7 @@ from arguments import (
     environment,
     folder,
     model_files,
+    new_figure,
     put_out,
     run,
     tokens_to_read,
@@ -210,15 +211,9 @@ def show(result: dict, console: Console) -> None:
 
 def draw(result: dict, path: Path) -> None:
     """Perplexity of each block, one line per arm."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(
-            "sink_positions.py: no picture without matplotlib: pip install '.[plots]'",
-            file=sys.stderr,
-        )
+    figure = new_figure("sink_positions.py", figsize=(9, 5))
+    if figure is None:
         return
-    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     middle = [(block["start"] + block["stop"]) / 2 for block in result["blocks"]]
     for arm in result["perplexity"]:
