@@ -1,6 +1,9 @@
 """No sink is lost in any test: every selection that an indexer makes is looked at."""
 
+import os
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,14 @@ from packaging.version import Version
 import mlx_sinks
 import oracle
 from mlx_sinks import indexer
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # On a CPU mlx compiles kernels into files, and loads one that another process has
+    # not finished: each worker has its own, for the processes too that it starts.
+    scratch = Path(__file__).parents[1] / "build" / "kernels"
+    scratch /= f"{Path(sys.prefix).name}-{worker}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    os.environ["TMPDIR"] = str(scratch)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from packaging.version import Version
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -210,6 +211,11 @@ def trained_indexers(file: Path) -> dict[str, mx.array]:
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Weights, configuration and tokenizer out of llama.cpp's file."""
+    if Version(mx.__version__) < Version("0.32"):
+        raise ValueError(
+            f"mlx {mx.__version__} misreads llama.cpp's 4-bit blocks: build the model "
+            "once with mlx 0.32 or newer, whose result is then found in build/cache"
+        )
     arrays, metadata = mx.load(str(gguf), return_metadata=True)
     facts = {
         name: value.item() if isinstance(value, mx.array) and value.size == 1 else value

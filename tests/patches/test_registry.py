@@ -14,6 +14,7 @@ import mlx_sinks
 import small_models
 from mlx_sinks import PatchError, SinkPolicy
 from mlx_sinks.patches import registry
+from threads import lasting
 
 UPSTREAM = deepseek_v32.Indexer.__call__
 
@@ -107,12 +108,11 @@ def test_overlapping_blocks_of_two_threads():
             leave.wait(60)
             states.append((is_on(), policy_in_force()))
 
-    thread = threading.Thread(target=other)
     with mlx_sinks.patched(SinkPolicy(1, 1)):
-        thread.start()
+        thread = lasting(other)
         assert entered.wait(60)
     leave.set()
-    thread.join(60)
+    thread.result(60)
     assert states == [(True, SinkPolicy(2, 2))]
     assert not is_on()
 
@@ -123,25 +123,9 @@ def test_many_threads_at_once_leave_upstream_as_it_was():
             with mlx_sinks.patched(SinkPolicy(number, number)):
                 assert is_on()
 
-    failures = []
-    threads = [
-        threading.Thread(target=lambda: failures.extend(_failures(use)))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
+    for thread in [lasting(use) for _ in range(8)]:
+        thread.result(60)
     assert not is_on()
-
-
-def _failures(call):
-    try:
-        call()
-    except BaseException as error:
-        return [error]
-    return []
 
 
 class TestApply:

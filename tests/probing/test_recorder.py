@@ -1,7 +1,6 @@
 """A probe on running models: it disturbs nothing, and what it records is true."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from mlx_sinks.probing import report
 from mlx_sinks.probing.coverage import FIGURES
 from mlx_sinks.probing.replay import can_replay, dense_attention
 from mlx_sinks.selection import is_heard, listening, select_columns
+from threads import lasting
 
 UPSTREAM = deepseek_v32.Indexer.__call__
 TOPK, POLICY = small_models.INDEX_TOPK, SinkPolicy(2, 3)
@@ -777,8 +777,8 @@ def test_listening_is_the_threads_own():
         select_columns(SCORES, 4, SinkPolicy(1, 1))
         return is_heard()
 
-    with listening(lambda *_: heard.append(1)), ThreadPoolExecutor(1) as pool:
-        assert not pool.submit(elsewhere).result(60)
+    with listening(lambda *_: heard.append(1)):
+        assert not lasting(elsewhere).result(60)
         assert is_heard()
     assert heard == []
 
