@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointError
+    from .eviction.compact_cache import BatchCompactCache, CompactCache
+    from .eviction.compaction import CompactPromptCache, compact_prompt_cache
     from .eviction.prompt_cache import make_sink_cache
     from .eviction.sink_cache import BatchSinkCache, SinkCache
+    from .eviction.snapkv import SnapKV, snapkv_keep_columns, snapkv_keep_indices
     from .patches.registry import (
         PatchReport,
         apply,
@@ -26,6 +29,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BatchCompactCache": "eviction.compact_cache",
+    "CompactCache": "eviction.compact_cache",
+    "CompactPromptCache": "eviction.compaction",
+    "compact_prompt_cache": "eviction.compaction",
+    "SnapKV": "eviction.snapkv",
+    "snapkv_keep_columns": "eviction.snapkv",
+    "snapkv_keep_indices": "eviction.snapkv",
     "CheckpointError": "checkpoint",
     "BatchSinkCache": "eviction.sink_cache",
     "SinkCache": "eviction.sink_cache",
@@ -43,8 +53,11 @@ _HOMES = {
     "uninstall": "patches.registry",
 }
 __all__ = [
+    "BatchCompactCache",
     "BatchSinkCache",
     "CheckpointError",
+    "CompactCache",
+    "CompactPromptCache",
     "PatchError",
     "PatchReport",
     "PolicyError",
@@ -52,11 +65,15 @@ __all__ = [
     "Recording",
     "SinkCache",
     "SinkPolicy",
+    "SnapKV",
     "apply",
+    "compact_prompt_cache",
     "install",
     "make_sink_cache",
     "patched",
     "probe",
+    "snapkv_keep_columns",
+    "snapkv_keep_indices",
     "uninstall",
 ]
 

@@ -33,11 +33,11 @@ def _on_mlx_lm() -> None:
     policy = SinkPolicy.from_env()
     if policy is None:  # the program itself has switched it off since
         return
-    from .patches.registry import PATCHES, install_from_environment
+    from .patches.registry import PATCHES, install_from_environment, targets_of
 
     # One hook a module: where one of its patches is refused, none of them is in.
     targets = collections.defaultdict(list)
-    for name in PATCHES.keys() - set(switched_off()):
+    for name in set(targets_of(policy)) - set(switched_off()):
         targets[PATCHES[name].module].append(name)
     for module, names in targets.items():
         install = functools.partial(install_from_environment, policy, names)

@@ -37,9 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
         description=f"Runs a command of this Python environment, or of the PATH, with "
         f"{VARIABLE} set: as it is in your environment where it is on there, else "
         f"{VARIABLE}=1. Accepted forms: {ACCEPTED}.",
-        usage="mlx-sinks run [--sinks N] [--recency N] COMMAND [ARGUMENT ...]",
+        usage="mlx-sinks run [--sinks N] [--recency N] [--kv-budget N] COMMAND "
+        "[ARGUMENT ...]",
     )
     _add_policy(run, "the variable's, or ")
+    run.add_argument(
+        "--kv-budget",
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="rows that a prompt's keys and values are compacted to (default: the "
+        "variable's, or all)",
+    )
     run.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run.set_defaults(function=_run)
 
@@ -153,7 +161,8 @@ def _file(text: str) -> Path:
 
 def _asked(options: argparse.Namespace) -> dict[str, int]:
     """The counts that were given."""
-    given = {n: getattr(options, n) for n in ("sinks", "recency") if n in options}
+    names = ("sinks", "recency", "kv_budget")
+    given = {name: getattr(options, name) for name in names if name in options}
     return {name: parse_count(name, text) for name, text in given.items()}
 
 

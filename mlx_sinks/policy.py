@@ -14,7 +14,7 @@ from typing import Any
 VARIABLE = "MLX_SINKS"
 ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128,rotating=0"'
 # Patches by the names that they have in the registry; each can be switched off alone.
-TARGETS = ("dsa", "rotating", "index_share", "indexer_fidelity")
+TARGETS = ("dsa", "rotating", "index_share", "indexer_fidelity", "snapkv")
 # How an indexer's scores are computed; the first is the default.
 SCORINGS = ("blocks", "upstream")
 _ON = frozenset({"1", "on", "true", "yes"})
@@ -52,6 +52,9 @@ class SinkPolicy:
         Bytes that a block may take while it is scored and selected from; by default
         32 MiB on a CPU, and on a GPU 1/64 of its memory but at most 1 GiB. One query is
         never cut.
+    kv_budget : int, optional
+        Rows of each head's keys and values that a prompt is compacted to once it is
+        read, ``sinks`` among them; by default prompts stay whole. See ``SnapKV``.
 
     Raises
     ------
@@ -64,6 +67,7 @@ class SinkPolicy:
     recency: int = 64
     scoring: str = SCORINGS[0]
     score_memory: int | None = None
+    kv_budget: int | None = None
 
     def __post_init__(self):
         for name in ("sinks", "recency"):
@@ -74,6 +78,9 @@ class SinkPolicy:
         if self.score_memory is not None:
             size = whole_number("score_memory", self.score_memory, 1, "bytes")
             object.__setattr__(self, "score_memory", size)
+        if self.kv_budget is not None:
+            rows = whole_number("kv_budget", self.kv_budget, 1, "rows")
+            object.__setattr__(self, "kv_budget", rows)
 
     def __str__(self):
         return f"{self.sinks} sinks + {self.recency} recent"
@@ -182,6 +189,9 @@ _PARSERS = {
     "recency": parse_count,
     "scoring": lambda name, text: SinkPolicy(scoring=text).scoring,
     "score_memory": parse_size,
+    "kv_budget": lambda name, text: (
+        SinkPolicy(kv_budget=parse_count(name, text)).kv_budget
+    ),
 }
 
 

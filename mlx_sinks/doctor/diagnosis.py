@@ -21,7 +21,7 @@ from ..checkpoint import (
 )
 from ..policy import TARGETS, VARIABLE, SinkPolicy
 from .checkpoint_files import Checkpoint
-from .places import SNAPKV, Place
+from .places import Place
 
 # Bits that the measurements of docs/causes.md go down to.
 FEWEST_BITS = 4
@@ -71,13 +71,18 @@ class Shell:
         """Targets that mend their place; without sinks some have nothing to keep."""
         if self.policy is None:
             return frozenset()
-        idle = () if self.policy.sinks else ("dsa", "rotating")
+        idle = [] if self.policy.sinks else ["dsa", "rotating"]
+        if self.policy.kv_budget is None:
+            idle.append("snapkv")
         return frozenset(TARGETS) - {*self.off, *idle}
 
     def fix(self, place: Place, command: str = "COMMAND") -> str:
         """The command with its place mended and all else as the shell has it."""
-        if place.target == SNAPKV:
-            return "a budget of 32 rows or more"
+        if place.target == "snapkv":
+            return (
+                "a budget of 32 rows or more, or one that keeps every sink: mlx-sinks "
+                f"run --kv-budget N {command}"
+            )
         if place.refused:
             return place.refused
         policy = self.policy or SinkPolicy()
@@ -140,8 +145,7 @@ def of_checkpoint(
             found.append(Verdict("no window", False, sentence))
     else:
         found += _window(checkpoint, by_target["rotating"], shell, use, command)
-    if SNAPKV in by_target and by_target[SNAPKV].open:
-        place = by_target[SNAPKV]
+    if (place := by_target["snapkv"]).open:
         found.append(Verdict("snapkv", True, _all(place), shell.fix(place)))
     if any(verdict.wrong for verdict in found):
         return found

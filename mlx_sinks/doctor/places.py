@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from ..patches.registry import PATCHES, PatchError, patched, uninstall
 from ..policy import SinkPolicy
 
-SNAPKV = "snapkv"
-# Rows, and a budget so tight that forks of mlx-lm cap the sinks that they keep.
-_ROWS, _BUDGET, _SINKS = 300, 16, 4
-
 
 @dataclass(frozen=True)
 class Place:
@@ -20,7 +16,7 @@ class Place:
     Parameters
     ----------
     target : str
-        Name of its patch, or ``"snapkv"``.
+        Name of its patch.
     module : str
         Upstream's module.
     faults : list of str
@@ -66,15 +62,4 @@ def examine(targets_on: frozenset[str]) -> list[Place]:
             cured, refused = False, str(error)
         on = name in targets_on
         places.append(Place(name, patch.module, faults, cured, on, refused))
-    return [*places, *_snapkv()]
-
-
-def _snapkv(module: str = "mlx_lm.models.cache") -> list[Place]:
-    """Forks of mlx-lm have a SnapKV of their own; the release has none."""
-    keep = getattr(importlib.import_module(module), "snapkv_keep_indices", None)
-    if keep is None:
-        return []
-    rows = keep(_ROWS, _BUDGET, [1e9] * _ROWS, sink_tokens=_SINKS)
-    kept = len(set(range(_SINKS)) & set(rows))
-    fault = f"keeps {kept} of {_SINKS} sinks in a budget of {_BUDGET} rows"
-    return [Place(SNAPKV, module, [fault] * (kept < _SINKS), False, False)]
+    return places

@@ -38,6 +38,9 @@ class DSAPatch:
     def keeps(self, policy: SinkPolicy) -> str:
         return str(policy)
 
+    def wanted(self, policy: SinkPolicy) -> bool:
+        return True
+
     def announce(self, say: Callable[[], None]) -> None:
         say()
 

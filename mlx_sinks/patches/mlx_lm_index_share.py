@@ -35,6 +35,9 @@ class IndexSharePatch:
     def keeps(self, policy: SinkPolicy) -> str:
         return "full layers' selections for shared ones"
 
+    def wanted(self, policy: SinkPolicy) -> bool:
+        return True
+
     def announce(self, say: Callable[[], None]) -> None:
         self._ours["Model"].say = staticmethod(say)  # few models share anything
 

@@ -23,6 +23,7 @@ from .mlx_lm_dsa import DSAPatch
 from .mlx_lm_fidelity import FidelityPatch
 from .mlx_lm_index_share import IndexSharePatch
 from .mlx_lm_rotating import RotatingPatch
+from .mlx_lm_snapkv import SnapKVPatch
 from .upstreams import PatchError
 
 QUIET_VARIABLE = "MLX_SINKS_QUIET"
@@ -43,6 +44,9 @@ class Patch(Protocol):
 
     def announce(self, say: Callable[[], None]) -> None:
         """Say what is kept: now, or when it first matters."""
+
+    def wanted(self, policy: SinkPolicy) -> bool:
+        """Whether a policy asks for this patch where no targets are named."""
 
     def find(self, model: Any, module: ModuleType) -> list[Any]:
         """The parts of a model that this patch reaches."""
@@ -67,7 +71,13 @@ class Patch(Protocol):
 
 PATCHES: dict[str, Patch] = {
     patch.name: patch
-    for patch in (DSAPatch(), RotatingPatch(), IndexSharePatch(), FidelityPatch())
+    for patch in (
+        DSAPatch(),
+        RotatingPatch(),
+        IndexSharePatch(),
+        FidelityPatch(),
+        SnapKVPatch(),
+    )
 }
 
 
@@ -126,7 +136,7 @@ def install(
     policy : SinkPolicy, optional
         What to keep; by default ``SinkPolicy()``.
     targets : iterable of str, optional
-        Names of patches; by default all of them.
+        Names of patches; by default all that the policy asks for.
 
     Returns
     -------
@@ -271,7 +281,7 @@ def _ask(
 ) -> list[PatchReport]:
     check_policy(policy)
     policy = policy or SinkPolicy()
-    names = frozenset(PATCHES if targets is None else targets)
+    names = frozenset(targets_of(policy) if targets is None else targets)
     if unknown := names - PATCHES.keys():
         raise ValueError(
             f"unknown target {', '.join(map(repr, sorted(unknown)))} "
@@ -286,6 +296,11 @@ def _ask(
     for report in reports:
         PATCHES[report.target].announce(functools.partial(_say, str(report)))
     return reports
+
+
+def targets_of(policy: SinkPolicy) -> list[str]:
+    """Names of the patches that a policy asks for."""
+    return [name for name, patch in PATCHES.items() if patch.wanted(policy)]
 
 
 def _put(wish: _Wish, first: bool = False) -> None:

@@ -45,6 +45,9 @@ class FunctionsPatch:
         """What is replaced: its holder, its name, and ours, which gets it first."""
         raise NotImplementedError
 
+    def wanted(self, policy: SinkPolicy) -> bool:
+        return True
+
     def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
         return []
 

@@ -1,0 +1,198 @@
+"""Prompts whose keys and values are compacted once they are read."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as upstream
+
+from .compact_cache import BatchCompactCache, CompactCache
+from .observation import observed
+from .prompt_cache import plain_layers
+from .snapkv import SnapKV
+
+_KINDS = (CompactCache, BatchCompactCache)
+
+
+class CompactPromptCache(list):
+    """A prompt cache, a cache for each layer, for ``prompt_cache`` in mlx-lm.
+
+    Attributes
+    ----------
+    left_whole : dict of int to str
+        Layers that weren't compacted, and why.
+    """
+
+    left_whole: dict[int, str]
+
+
+def compact_prompt_cache(
+    model: nn.Module,
+    prompt: Any,
+    *,
+    budget: int,
+    sink_tokens: int = 4,
+    recent_tokens: int | None = None,
+    min_tokens: int = 128,
+    guarantee_sinks: bool = True,
+    window: int = 32,
+    kernel: int = 7,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+) -> CompactPromptCache:
+    """Read a prompt, and keep ``budget`` rows of each head's keys and values.
+
+    While the prompt is read the whole of it is held; then the last queries' attention
+    decides, for each layer and head, and positions stay as they were. Source: Li et al.
+    2024, "SnapKV"; the sinks are Xiao et al. 2023's.
+
+    Parameters
+    ----------
+    model : mlx.nn.Module
+        A model of mlx-lm.
+    prompt : mx.array or list of int, shape (L,)
+        All of its tokens are read: generation goes on with the next one.
+    budget, sink_tokens, recent_tokens, min_tokens, guarantee_sinks, window, kernel
+        See ``SnapKV``.
+    prompt_cache : list, optional
+        What earlier turns left; it is updated in place, as mlx-lm does.
+    prefill_step_size : int, default=2048
+        Tokens a step; it changes neither the rows kept nor, but for rounding, the rest.
+    prompt_progress_callback : callable, optional
+        Called with the tokens read and their total, as mlx-lm's.
+
+    Returns
+    -------
+    CompactPromptCache
+        A ``CompactCache`` for each layer that has a plain ``KVCache``; others (sliding,
+        recurrent, latent, quantised) keep upstream's and are named in ``left_whole``.
+
+    Raises
+    ------
+    ValueError
+        Counts that can't be, or an empty prompt.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
+    method = SnapKV(
+        budget,
+        sink_tokens,
+        recent_tokens,
+        min_tokens,
+        guarantee_sinks,
+        window,
+        kernel,
+    )
+    tokens = mx.array(prompt)
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise ValueError(f"prompt must be a row of tokens, not of shape {tokens.shape}")
+    if prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size must be >= 1, not {prefill_step_size}")
+    progress = prompt_progress_callback or (lambda *_: None)
+    caches = upstream.make_prompt_cache(model) if prompt_cache is None else prompt_cache
+    make_compactable(model, caches)
+    read = compacting(model, method, tokens.size)
+    progress(0, tokens.size)
+    for start in range(0, tokens.size, prefill_step_size):
+        chunk = tokens[start : start + prefill_step_size]
+        read(chunk[None], cache=caches)
+        mx.eval([cache.state for cache in caches if not cache.empty()])
+        mx.clear_cache()
+        progress(min(start + prefill_step_size, tokens.size), tokens.size)
+    result = CompactPromptCache(caches)
+    result.left_whole = left_whole(caches)
+    return result
+
+
+def make_compactable(model: nn.Module, caches: list[Any]) -> None:
+    """Put a ``CompactCache`` in the place of each plain cache, with all it holds."""
+    for layer in plain_layers(model, caches):
+        caches[layer] = CompactCache(caches[layer])
+
+
+def compacting(
+    model: nn.Module,
+    method: SnapKV,
+    tokens: int,
+    done: Callable[[list[Any]], None] | None = None,
+) -> nn.Module:
+    """A model that compacts its caches once it has read that many tokens.
+
+    For the code that calls a model with a prompt in steps: until then it is observed,
+    and from then on it is the model itself.
+    """
+    view = observed(model)
+    read = type(view).__call__
+    left = tokens
+
+    @functools.wraps(type(model).__call__)
+    def call(_, inputs, *arguments, cache=None, **named):
+        nonlocal left
+        if left <= 0:
+            return model(inputs, *arguments, cache=cache, **named)
+        with listening(cache, method.window):
+            result = read(view, inputs, *arguments, cache=cache, **named)
+        left -= inputs.shape[1]
+        if left <= 0:
+            compact(cache, method)
+            if done:
+                done(cache)
+        return result
+
+    facade = copy.copy(model)
+    facade.__class__ = type(type(model).__name__, (type(model),), {"__call__": call})
+    return facade
+
+
+class listening:
+    """Have caches keep the newest queries for a block."""
+
+    def __init__(self, caches: list[Any], window: int):
+        self._caches = [cache for cache in caches if isinstance(cache, _KINDS)]
+        self._window = window
+
+    def __enter__(self):
+        for cache in self._caches:
+            cache.listen(self._window)
+
+    def __exit__(self, *_):
+        for cache in self._caches:
+            cache.listen(None)
+
+
+def compact(caches: list[Any], method: SnapKV) -> None:
+    """Compact each cache that can be, in the list given; others stay whole."""
+    for layer, cache in enumerate(caches):
+        if isinstance(cache, _KINDS) and cache.attention.unfit is None:
+            caches[layer] = cache.compact(method) or cache
+
+
+def left_whole(caches: list[Any]) -> dict[int, str]:
+    """Layers that no compaction reaches, and why."""
+    return {
+        layer: cache.attention.unfit
+        if isinstance(cache, _KINDS)
+        else f"its cache is a {type(cache).__name__}"
+        for layer, cache in enumerate(caches)
+        if not isinstance(cache, _KINDS) or cache.attention.unfit
+    }
+
+
+def warn_of_whole(caches: list[Any]) -> None:
+    """Say which layers a budget doesn't reach."""
+    if whole := left_whole(caches):
+        reasons = Counter(whole.values())
+        kinds = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
+        warnings.warn(
+            f"the key-value budget reaches {len(caches) - len(whole)} of "
+            f"{len(caches)} layers; the others are left whole ({kinds})",
+            stacklevel=3,
+        )

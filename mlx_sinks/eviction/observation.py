@@ -1,0 +1,93 @@
+"""A model whose attention tells the caches what it is given, and that alone does so.
+
+Nothing of the process is hooked: the view is a second tree of modules over the same
+weights, in which whatever calls mlx-lm's attention kernel calls it through a listener.
+Models in other threads, and the model itself, know nothing of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from typing import Any
+
+import mlx.nn as nn
+
+KERNEL = "scaled_dot_product_attention"
+
+
+def observed(model: nn.Module) -> nn.Module:
+    """A view of a model for which each cache's ``observe`` hears of its queries.
+
+    Parameters
+    ----------
+    model : mlx.nn.Module
+        A model of mlx-lm; its weights are shared, not copied.
+
+    Returns
+    -------
+    mlx.nn.Module
+        Gives what the model gives. Weights that are replaced in the model afterwards
+        aren't in the view.
+    """
+    seen: dict[int, Any] = {}
+    classes: dict[type, type] = {}
+
+    def view(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            if id(value) not in seen:
+                seen[id(value)] = module = copy.copy(value)
+                for name, part in value.items():
+                    dict.__setitem__(module, name, view(part))
+                kind = type(value)
+                if kind not in classes:
+                    classes[kind] = _listening(kind)
+                module.__class__ = classes[kind]
+            return seen[id(value)]
+        if isinstance(value, dict):
+            return {name: view(part) for name, part in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(view, value))
+        return value
+
+    return view(model)
+
+
+def _listening(kind: type) -> type:
+    """A class of modules, its own calls of the kernel heard."""
+    functions = {}
+    for base in reversed(kind.__mro__):
+        for name, function in vars(base).items():
+            if name in functions or isinstance(function, types.FunctionType):
+                functions[name] = function
+    heard = {
+        name: _heard(function)
+        for name, function in functions.items()
+        if isinstance(function, types.FunctionType)
+        and KERNEL in function.__code__.co_names
+        and KERNEL in function.__globals__
+    }
+    return type(kind.__name__, (kind,), heard) if heard else kind
+
+
+def _heard(function: types.FunctionType) -> types.FunctionType:
+    kernel = function.__globals__[KERNEL]
+
+    @functools.wraps(kernel)
+    def listener(queries, keys, values, cache, scale, mask, sinks=None, **named):
+        if observe := getattr(cache, "observe", None):
+            observe(queries, keys, values, scale, mask, sinks)
+        if sinks is not None:
+            named["sinks"] = sinks
+        return kernel(queries, keys, values, cache, scale, mask, **named)
+
+    copied = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, KERNEL: listener},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(copied, function)

@@ -1,0 +1,276 @@
+"""SnapKV with a floor of sinks: which rows of a prompt's cache are kept.
+
+Source: Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..policy import whole_number
+
+# Above every score's key: float32's bits leave room between infinity and the end.
+_ABOVE = 0x7F800001
+_TOP = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """What is kept of a prompt's keys and values.
+
+    Parameters
+    ----------
+    budget : int
+        Rows kept of each key-value head.
+    sink_tokens : int, default=4
+        First tokens, kept before anything else.
+    recent_tokens : int, optional
+        Newest tokens, kept as far as the budget reaches after the sinks; by default
+        an eighth of it, at least one.
+    min_tokens : int, default=128
+        A prompt of at most that many tokens is kept whole.
+    guarantee_sinks : bool, default=True
+        False caps the sinks at ``max(1, budget // 8)``, as earlier ports to MLX do.
+    window : int, default=32
+        Queries of the observation window: the prompt's last ones, whose attention
+        scores the rows. As in the paper's experiments, like ``kernel``.
+    kernel : int, default=7
+        Width of the max-pooling that lets a row's neighbours stay with it.
+
+    Raises
+    ------
+    PolicyError
+        A ``ValueError``: a count that is no whole number, or below its least.
+    """
+
+    budget: int
+    sink_tokens: int = 4
+    recent_tokens: int | None = None
+    min_tokens: int = 128
+    guarantee_sinks: bool = True
+    window: int = 32
+    kernel: int = 7
+
+    def __post_init__(self):
+        least = {"budget": 1, "window": 1, "kernel": 1}
+        of = {"budget": "rows", "window": "queries", "kernel": "rows"}
+        for name in (*least, "sink_tokens", "recent_tokens", "min_tokens"):
+            value = getattr(self, name)
+            if name == "recent_tokens" and value is None:
+                value = max(1, self.budget // 8)
+            unit = of.get(name, "tokens")
+            count = whole_number(name, value, least.get(name, 0), unit)
+            object.__setattr__(self, name, count)
+
+    def covers(self, rows: int) -> bool:
+        """Whether that many rows are kept whole."""
+        return rows <= max(self.budget, self.min_tokens)
+
+    @property
+    def floor(self) -> tuple[int, int]:
+        """How many sinks, and how many recent rows, are kept whatever the scores."""
+        sinks = self.sink_tokens
+        if not self.guarantee_sinks:
+            sinks = min(sinks, max(1, self.budget // 8))
+        sinks = min(sinks, self.budget)
+        return sinks, min(self.recent_tokens, self.budget - sinks)
+
+    def columns(self, scores: mx.array, left_padding: mx.array | None = None):
+        """``snapkv_keep_columns`` of these settings."""
+        return snapkv_keep_columns(
+            scores,
+            self.budget,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
+            left_padding=left_padding,
+            guarantee_sinks=self.guarantee_sinks,
+        )
+
+
+def snapkv_keep_indices(
+    seq_len: int,
+    budget: int,
+    scores: Any,
+    *,
+    sink_tokens: int = 4,
+    recent_tokens: int | None = None,
+    min_tokens: int = 128,
+    guarantee_sinks: bool = True,
+) -> tuple[int, ...]:
+    """The rows of one sequence that a budget keeps: sinks, then recent, then the best.
+
+    No score displaces a sink or a recent row: NaN counts as the least, and of equal
+    scores the later row is kept.
+
+    Parameters
+    ----------
+    seq_len : int
+        Rows of the sequence.
+    budget : int
+        Rows to keep.
+    scores : sequence of float, np.ndarray or mx.array, shape (>= seq_len,)
+        Of the rows; those of sinks and recent rows aren't looked at.
+    sink_tokens, recent_tokens, min_tokens, guarantee_sinks
+        See ``SnapKV``.
+
+    Returns
+    -------
+    tuple of int
+        Sorted; ``min(budget, seq_len)`` of them, or all rows where ``seq_len`` is at
+        most ``min_tokens``.
+
+    Raises
+    ------
+    ValueError
+        A negative ``seq_len``, ``budget <= 0`` or another count that can't be; scores
+        that are too few, or not a row of numbers.
+    """
+    method = SnapKV(budget, sink_tokens, recent_tokens, min_tokens, guarantee_sinks)
+    T = whole_number("seq_len", seq_len, of="rows")
+    scores = _row_of_scores(scores)
+    if len(scores) < T:
+        raise ValueError(f"{len(scores)} scores are too few for seq_len={T}")
+    if method.covers(T):
+        return tuple(range(T))
+    sinks, recent = method.floor
+    first, last = sinks, T - recent
+    middle = np.nan_to_num(
+        scores[first:last], nan=-np.inf, posinf=np.inf, neginf=-np.inf
+    )
+    kept = np.zeros(T, bool)
+    kept[:first] = kept[last:] = True
+    if free := method.budget - sinks - recent:
+        threshold = np.partition(middle, -free)[-free]
+        kept[first:last] = middle > threshold
+        tied = np.flatnonzero(middle == threshold) + first
+        kept[tied[len(tied) - (method.budget - kept.sum()) :]] = True
+    return tuple(np.flatnonzero(kept).tolist())
+
+
+def _row_of_scores(scores: Any) -> np.ndarray:
+    if isinstance(scores, mx.array):
+        # NumPy has no bfloat16.
+        scores = scores.astype(mx.float32)
+    try:
+        row = np.asarray(scores, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"scores must be numbers: {error}") from None
+    if row.ndim != 1:
+        raise ValueError(f"scores must be one row of numbers, not of shape {row.shape}")
+    return row
+
+
+def snapkv_keep_columns(
+    scores: mx.array,
+    budget: int,
+    *,
+    sink_tokens: int = 4,
+    recent_tokens: int | None = None,
+    left_padding: mx.array | None = None,
+    guarantee_sinks: bool = True,
+) -> mx.array:
+    """``snapkv_keep_indices`` for each head of a batch, without a synchronisation.
+
+    Parameters
+    ----------
+    scores : mx.array, shape (B, H, T)
+        Of the rows; they are compared in float32.
+    budget : int
+        Rows to keep.
+    sink_tokens, recent_tokens, guarantee_sinks
+        See ``SnapKV``. A sequence's sinks begin behind its padding.
+    left_padding : mx.array of int, shape (B,), optional
+        Columns before each sequence's first token. They are kept only where a sequence
+        is shorter than the budget, and come first then: afterwards
+        ``max(0, left_padding - T + k)`` columns are padding.
+
+    Returns
+    -------
+    mx.array of int32, shape (B, H, k)
+        Sorted; ``k = min(budget, T)``.
+
+    Raises
+    ------
+    ValueError
+        Counts that can't be, or scores of another shape.
+    """
+    method = SnapKV(budget, sink_tokens, recent_tokens, 0, guarantee_sinks)
+    if scores.ndim != 3:
+        raise ValueError(f"scores must have the shape (B, H, T), not {scores.shape}")
+    T = scores.shape[-1]
+    column = mx.arange(T, dtype=mx.int32)
+    if method.covers(T):
+        return mx.broadcast_to(column, scores.shape)
+    sinks, recent = method.floor
+    # Whole numbers in the order of the scores, with room above for the floor: one
+    # threshold then decides everything. Adding 0 makes one zero of two.
+    bits = (scores.astype(mx.float32) + 0.0).view(mx.int32)
+    key = mx.where(bits < 0, bits ^ _TOP, bits)
+    least = -_ABOVE  # minus infinity's
+    key = mx.where(mx.isnan(scores), least, key)
+    place = column
+    if left_padding is not None:
+        place = column - left_padding.astype(mx.int32).reshape(-1, 1, 1)
+    # Where a short sequence's sinks and recent rows are the same, either will do.
+    key = mx.where(column >= T - recent, _ABOVE + column - (T - recent), key)
+    key = mx.where((place >= 0) & (place < sinks), _TOP - place, key)
+    key = mx.where(place < 0, least - 1, key)
+    k = method.budget
+    threshold = mx.partition(key, T - k, axis=-1)[..., T - k : T - k + 1]
+    above, tied = key > threshold, key == threshold
+    missing = k - above.sum(axis=-1, keepdims=True)
+    later_ties = mx.cumsum(tied.astype(mx.int32), axis=-1, reverse=True)
+    kept = above | (tied & (later_ties <= missing))
+    # Each kept column goes to its rank; the others all go to a slot that is cut off.
+    rank = mx.where(kept, mx.cumsum(kept.astype(mx.int32), axis=-1) - 1, k)
+    slots = mx.zeros((*scores.shape[:2], k + 1), mx.int32)
+    columns = mx.broadcast_to(column, scores.shape)
+    return mx.put_along_axis(slots, rank, columns, axis=-1)[..., :k]
+
+
+def window_scores(
+    queries: mx.array,
+    keys: mx.array,
+    scale: float,
+    kernel: int = 7,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """What the observation window's queries attend to, pooled over neighbours.
+
+    Parameters
+    ----------
+    queries : mx.array, shape (1, H, W, D)
+        Of the last W tokens; query i sees the rows up to ``T - W + i``.
+    keys : mx.array, shape (1, heads, T, D)
+        ``H`` is a multiple of ``heads``; each key's group of queries is averaged.
+    scale : float
+        Of the attention.
+    kernel : int, default=7
+        Width of the max-pooling.
+    sinks : mx.array, shape (H,), optional
+        Learned logits that take a share of the attention and have no row.
+
+    Returns
+    -------
+    mx.array of float32, shape (1, heads, T)
+    """
+    _, H, W, D = queries.shape
+    heads, T = keys.shape[1:3]
+    queries = queries.astype(mx.float32).reshape(1, heads, H // heads, W, D) * scale
+    logits = queries @ keys.astype(mx.float32)[:, :, None].swapaxes(-1, -2)
+    visible = mx.arange(T) <= mx.arange(T - W, T)[:, None]
+    logits = mx.where(visible, logits, -mx.inf)
+    if sinks is not None:
+        extra = sinks.astype(mx.float32).reshape(1, heads, -1, 1, 1)
+        extra = mx.broadcast_to(extra, (*logits.shape[:-1], 1))
+        logits = mx.concatenate([logits, extra], axis=-1)
+    weights = mx.softmax(logits, axis=-1)[..., :T]
+    scores = weights.sum(axis=-2).mean(axis=2)
+    before = (kernel - 1) // 2
+    widened = mx.pad(scores, [(0, 0), (0, 0), (before, kernel - 1 - before)])
+    neighbours = [widened[..., i : i + T] for i in range(kernel)]
+    return mx.stack(neighbours).max(axis=0)

@@ -1,0 +1,190 @@
+"""Target ``snapkv``: prompts compacted to a budget, in mlx-lm's own generation.
+
+Upstream file: ``mlx_lm/generate.py``. Each prompt is read by a view of the model whose
+caches hear the last queries; before the first new token they are compacted, in the
+server for each request on its own. Only a policy with a ``kv_budget`` does any of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from ..eviction.compact_cache import CompactCache
+from ..eviction.compaction import (
+    compact,
+    compacting,
+    listening,
+    make_compactable,
+    warn_of_whole,
+)
+from ..eviction.observation import observed
+from ..eviction.snapkv import SnapKV
+from ..policy import VARIABLE, PolicyError, SinkPolicy
+from .upstreams import FunctionsPatch
+
+
+class SnapKVPatch(FunctionsPatch):
+    """Compacts what mlx-lm has read of a prompt before it generates."""
+
+    name = "snapkv"
+    module = "mlx_lm.generate"
+    supported = ">=0.31.3,<0.33"
+
+    def wanted(self, policy: SinkPolicy) -> bool:
+        return policy.kv_budget is not None
+
+    def keeps(self, policy: SinkPolicy) -> str:
+        return f"{policy.sinks} sinks of prompts compacted to {policy.kv_budget} rows"
+
+    def self_check(self, module: ModuleType, version: str) -> str | None:
+        if reason := self._replaced_by_others(module):
+            return reason
+        if (*sys.orig_argv, "")[1:3] == ("-m", self.module):
+            return (
+                f"python -m {self.module} runs a copy of it that nothing reaches: use "
+                "the command mlx_lm.generate"
+            )
+        for function, names in _ARGUMENTS.items():
+            holder, _, name = function.rpartition(".")
+            holder = getattr(module, holder) if holder else module
+            found = inspect.signature(self._upstream(holder, name)).parameters
+            if missing := [each for each in names if each not in found]:
+                return f"{function} doesn't take {', '.join(missing)}"
+        return None
+
+    def faults(self, module: ModuleType) -> list[str]:
+        """Those of forks with a SnapKV of their own, which ours doesn't replace."""
+        keep = getattr(sys.modules["mlx_lm.models.cache"], "snapkv_keep_indices", None)
+        if keep is None:
+            return []
+        rows, budget, sinks = 300, 16, 4  # so tight that sinks are capped
+        kept = set(keep(rows, budget, [1e9] * rows, sink_tokens=sinks))
+        kept &= set(range(sinks))
+        fault = f"keeps {len(kept)} of {sinks} sinks in a budget of {budget} rows"
+        return [fault] * (len(kept) < sinks)
+
+    def _sites(self, module: ModuleType) -> Iterator[tuple[Any, str, Callable]]:
+        """What is replaced, where, and by what: functions wherever they were imported.
+
+        Upstream's cache of prompts would trim a compacted one like any other.
+        """
+        for name in ("generate_step", "speculative_generate_step"):
+            for holder in list(sys.modules.values()):
+                function = getattr(holder, "__dict__", {}).get(name)
+                if getattr(function, "__module__", None) == module.__name__:
+                    yield holder, name, getattr(self, f"_{name}")
+        batch = module.PromptProcessingBatch
+        for name in ("__init__", "prompt", "generate"):
+            yield batch, name, getattr(self, f"_batch_{name.strip('_')}")
+        shelf = sys.modules["mlx_lm.models.cache"].LRUPromptCache
+        for name in ("insert_cache", "fetch_nearest_cache"):
+            yield shelf, name, getattr(self, f"_{name}")
+
+    def _method(self) -> SnapKV | None:
+        policy = self._policy
+        if policy is None or policy.kv_budget is None:
+            return None
+        return SnapKV(policy.kv_budget, sink_tokens=policy.sinks)
+
+    def _generate_step(self, upstream, prompt, model, *arguments, **named):
+        if method := self._method():
+            _refuse_to_quantise(named)
+            caches = named.get("prompt_cache")
+            if caches is None:
+                size = named.get("max_kv_size")
+                caches = named["prompt_cache"] = _make(model, size)
+            model = self._compacting(model, caches, method, prompt, named)
+        return upstream(prompt, model, *arguments, **named)
+
+    def _speculative_generate_step(
+        self, upstream, prompt, model, draft_model, *arguments, **named
+    ):
+        if method := self._method():
+            _refuse_to_quantise(named)
+            caches = named.get("prompt_cache")
+            if caches is None:
+                caches = named["prompt_cache"] = _make(model) + _make(draft_model)
+            # Upstream divides them so.
+            own, drafts = caches[: len(model.layers)], caches[len(model.layers) :]
+            model = self._compacting(model, own, method, prompt, named)
+            draft_model = self._compacting(draft_model, drafts, method, prompt, named)
+            caches[:] = own + drafts
+        return upstream(prompt, model, draft_model, *arguments, **named)
+
+    def _compacting(self, model, caches, method, prompt, named):
+        """The model, which compacts its caches before it reads the prompt's last."""
+        make_compactable(model, caches)
+        embeddings = named.get("input_embeddings")
+        tokens = len(prompt if embeddings is None else embeddings)
+        return compacting(model, method, tokens - 1, self._done)
+
+    def _done(self, caches: list[Any]) -> None:
+        self._say()
+        warn_of_whole(caches)
+
+    def _batch_init(self, upstream, batch, model, uids, caches, *arguments, **named):
+        if self._method():
+            for each in caches:
+                make_compactable(model, each)
+        return upstream(batch, model, uids, caches, *arguments, **named)
+
+    def _batch_prompt(self, upstream, batch, tokens):
+        method = self._method()
+        if method is None or not tokens:
+            return upstream(batch, tokens)
+        model, batch.model = batch.model, observed(batch.model)
+        try:
+            with listening(batch.prompt_cache, method.window):
+                return upstream(batch, tokens)
+        finally:
+            batch.model = model
+
+    def _batch_generate(self, upstream, batch, tokens):
+        if method := self._method():
+            if any(len(each) > 1 for each in tokens):
+                batch.prompt([each[:-1] for each in tokens])
+                tokens = [each[-1:] for each in tokens]
+            compact(batch.prompt_cache, method)
+            self._done(batch.prompt_cache)
+        return upstream(batch, tokens)
+
+    def _insert_cache(self, upstream, shelf, model, tokens, prompt_cache, **named):
+        _shelve(prompt_cache, True)
+        return upstream(shelf, model, tokens, prompt_cache, **named)
+
+    def _fetch_nearest_cache(self, upstream, shelf, model, tokens):
+        caches, rest = upstream(shelf, model, tokens)
+        _shelve(caches or [], False)
+        return caches, rest
+
+
+# What ours hand on to upstream's functions, or read.
+_ARGUMENTS = {
+    "generate_step": ("prompt", "model", "prompt_cache", "input_embeddings"),
+    "speculative_generate_step": ("prompt", "model", "draft_model", "prompt_cache"),
+    "PromptProcessingBatch.__init__": ("model", "uids", "caches"),
+    "PromptProcessingBatch.prompt": ("tokens",),
+    "PromptProcessingBatch.generate": ("tokens",),
+}
+
+
+def _make(model: Any, max_kv_size: int | None = None) -> list[Any]:
+    return sys.modules["mlx_lm.models.cache"].make_prompt_cache(model, max_kv_size)
+
+
+def _refuse_to_quantise(named: dict[str, Any]) -> None:
+    if named.get("kv_bits") is not None:
+        raise PolicyError(
+            "a compacted cache can't be quantised: leave out kv_bits or kv_budget "
+            f'({VARIABLE}="snapkv=0" goes back to whole caches)'
+        )
+
+
+def _shelve(caches: list[Any], shelved: bool) -> None:
+    for cache in caches:
+        if isinstance(cache, CompactCache):
+            cache.shelved = shelved
