@@ -155,6 +155,11 @@ class CompactCache(_Observing, upstream._BaseCache):
         """Number of tokens whose rows are gone."""
         return self._sequence.dropped
 
+    @property
+    def observed(self) -> bool:
+        """Whether the queries of its newest tokens are known."""
+        return self._sequence.window is not None
+
     def size(self) -> int:
         return self._rows.offset
 
@@ -188,9 +193,9 @@ class CompactCache(_Observing, upstream._BaseCache):
         Whole stays, with a warning, what a prompt that wasn't observed has left.
         """
         T, sequence = self.size(), self._sequence
-        if method.covers(T):
+        if method.covers(T, self.offset):
             return
-        if sequence.window is None:
+        if not self.observed:
             warnings.warn(
                 f"a cache of {T} rows is left whole: the queries of its last tokens "
                 "weren't observed",
@@ -317,7 +322,7 @@ class BatchCompactCache(_Observing, upstream.BatchKVCache):
 
     def compact(self, method: SnapKV) -> BatchCompactCache:
         """A batch in which each sequence is compacted on its own."""
-        if method.covers(self.size()):
+        if self.size() <= method.budget:
             return self
         sequences = [self.extract(index) for index in range(len(self._sequences))]
         for sequence in sequences:

@@ -66,9 +66,10 @@ class SnapKV:
             count = whole_number(name, value, least.get(name, 0), unit)
             object.__setattr__(self, name, count)
 
-    def covers(self, rows: int) -> bool:
-        """Whether that many rows are kept whole."""
-        return rows <= max(self.budget, self.min_tokens)
+    def covers(self, rows: int, tokens: int | None = None) -> bool:
+        """Whether that many rows stay; of more tokens where some are dropped already."""
+        tokens = rows if tokens is None else tokens
+        return rows <= self.budget or tokens <= self.min_tokens
 
     @property
     def floor(self) -> tuple[int, int]:

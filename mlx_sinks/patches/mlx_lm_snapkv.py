@@ -153,6 +153,11 @@ class SnapKVPatch(FunctionsPatch):
         return upstream(batch, tokens)
 
     def _insert_cache(self, upstream, shelf, model, tokens, prompt_cache, **named):
+        # A prompt as it is before its last token; the system's serves other questions.
+        if (method := self._method()) and named.get("cache_type") != "system":
+            for cache in prompt_cache:
+                if isinstance(cache, CompactCache) and cache.observed:
+                    cache.compact(method)
         _shelve(prompt_cache, True)
         return upstream(shelf, model, tokens, prompt_cache, **named)
 

@@ -1,0 +1,272 @@
+"""Prompts compacted in mlx-lm's own commands: generate, speculative, the server."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+
+import mlx_sinks
+import small_models
+from mlx_sinks.eviction.compact_cache import CompactCache
+from processes import command, run, serving
+
+BUDGET, MAX_TOKENS = 24, 24
+SETTING = f"kv_budget={BUDGET}"
+FOX = "The quick brown fox jumps over the lazy dog. "
+JUGS = "Pack my box with five dozen liquor jugs, said the wizard to the judge; "
+SHORT, LONG, LONGER = FOX, 4 * FOX, 3 * JUGS + FOX
+
+
+@dataclass(frozen=True)
+class Model:
+    """A llama's folder, and what it writes in this process."""
+
+    folder: str
+    model: object
+    tokenizer: object
+
+    @property
+    def only_letters(self):
+        """A bias to printable ASCII: then text and tokens tell the same."""
+        shown = [self.tokenizer.decode([token]) for token in range(260)]
+        plain = [len(t) == 1 and t.isascii() and t.isprintable() for t in shown]
+        return {token: -1e4 for token, keep in enumerate(plain) if not keep}
+
+    def after(self, prompt, caches):
+        """What follows a prompt whose tokens but the last are in the caches."""
+        *_, last = self.tokenizer.encode(prompt)
+        return mlx_lm.generate(
+            self.model,
+            self.tokenizer,
+            [last],
+            max_tokens=MAX_TOKENS,
+            prompt_cache=caches,
+            logits_processors=make_logits_processors(self.only_letters),
+        )
+
+    def compacted(self, prompt):
+        """What follows where everything before the prompt's last token is compacted."""
+        tokens = self.tokenizer.encode(prompt)[:-1]
+        caches = mlx_sinks.compact_prompt_cache(self.model, tokens, budget=BUDGET)
+        return self.after(prompt, caches)
+
+    def whole(self, prompt):
+        caches = make_prompt_cache(self.model)
+        self.model(mx.array([self.tokenizer.encode(prompt)[:-1]]), cache=caches)
+        return self.after(prompt, caches)
+
+    def request(self, prompt, **more):
+        return {
+            "prompt": prompt,
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0,
+            "logit_bias": self.only_letters,
+            **more,
+        }
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = small_models.write_llama_folder(tmp_path_factory.mktemp("llama"))
+    return Model(str(folder), *mlx_lm.load(str(folder)))
+
+
+def in_process(llama, prompt, **options):
+    return mlx_lm.generate(
+        llama.model,
+        llama.tokenizer,
+        prompt,
+        max_tokens=MAX_TOKENS,
+        logits_processors=make_logits_processors(llama.only_letters),
+        **options,
+    )
+
+
+@pytest.fixture
+def budget():
+    with mlx_sinks.patched(mlx_sinks.SinkPolicy(kv_budget=BUDGET)) as reports:
+        yield {report.target: report for report in reports}
+
+
+def test_a_compacted_prompt_goes_on_otherwise_than_a_whole_one(llama):
+    for prompt in (LONG, LONGER):
+        assert llama.compacted(prompt) != llama.whole(prompt)
+    assert llama.compacted(SHORT) == llama.whole(SHORT)
+
+
+@pytest.mark.parametrize("step", [7, 64, 2048])
+@pytest.mark.parametrize("prompt", [SHORT, LONG, LONGER])
+def test_generation_compacts_what_precedes_the_last_token(llama, budget, prompt, step):
+    caches = make_prompt_cache(llama.model)
+    text = in_process(llama, prompt, prompt_cache=caches, prefill_step_size=step)
+    assert text == llama.compacted(prompt)
+    tokens = len(llama.tokenizer.encode(prompt)) - 1
+    for cache in caches:
+        assert isinstance(cache, CompactCache)
+        generated = cache.offset - tokens
+        held = tokens if prompt == SHORT else BUDGET
+        assert cache.size() - generated == held
+
+
+def test_generation_makes_its_caches_itself(llama, budget):
+    assert in_process(llama, LONG) == llama.compacted(LONG)
+
+
+def test_speculation_gives_the_same_text(llama, budget):
+    for drafts in (1, 3):
+        text = in_process(llama, LONG, draft_model=llama.model, num_draft_tokens=drafts)
+        assert text == llama.compacted(LONG)
+
+
+def test_later_turns_are_compacted_again(llama, budget):
+    caches = make_prompt_cache(llama.model)
+    for turn in (LONG, FOX, LONGER):
+        before = caches[0].offset
+        in_process(llama, turn, prompt_cache=caches)
+        read = before + len(llama.tokenizer.encode(turn)) - 1
+        for cache in caches:
+            assert cache.size() - (cache.offset - read) == BUDGET
+
+
+def test_a_batch_gets_the_text_of_each_alone(llama, budget):
+    prompts = [SHORT, LONG, LONGER]
+    batch = mlx_lm.batch_generate(
+        llama.model,
+        llama.tokenizer,
+        [llama.tokenizer.encode(prompt) for prompt in prompts],
+        max_tokens=MAX_TOKENS,
+        return_prompt_caches=True,
+        logits_processors=make_logits_processors(llama.only_letters),
+    )
+    assert batch.texts == [llama.compacted(prompt) for prompt in prompts]
+    for prompt, caches in zip(prompts, batch.caches):
+        dropped = len(llama.tokenizer.encode(prompt)) - 1 - BUDGET
+        assert {c.dropped for c in caches} == {0 if prompt == SHORT else dropped}
+
+
+def test_embeddings_count_as_tokens(llama, budget):
+    tokens = mx.array(llama.tokenizer.encode(LONG))
+    embeddings = llama.model.model.embed_tokens(tokens)
+    text = in_process(llama, tokens, input_embeddings=embeddings)
+    assert text == llama.compacted(LONG)
+
+
+def test_layers_that_no_budget_reaches_are_named(llama, budget):
+    caches = make_prompt_cache(llama.model, 64)
+    with pytest.warns(UserWarning, match="reaches 0 of .* RotatingKVCache: "):
+        in_process(llama, LONG, prompt_cache=caches)
+
+
+def test_quantised_caches_are_refused_with_a_sentence(llama, budget):
+    with pytest.raises(mlx_sinks.PolicyError, match="leave out kv_bits or kv_budget"):
+        in_process(llama, LONG, kv_bits=4)
+
+
+def test_without_a_budget_generation_is_upstreams():
+    names = {report.target for report in mlx_sinks.install()}
+    assert "snapkv" not in names
+    assert not hasattr(mlx_lm.generate, "sinks_upstream")
+
+
+# ------------------------------------------------------------------ commands
+
+
+def generated(llama, *words, prompt=LONG, **variables):
+    argv = [*words, "--model", llama.folder, "--prompt", prompt]
+    argv += ["--max-tokens", MAX_TOKENS, "--ignore-chat-template"]
+    done = run(*map(str, argv), **variables)
+    return done
+
+
+def test_the_variable_and_the_option_are_the_same(llama):
+    option = command("mlx-sinks"), "run", "--kv-budget", BUDGET
+    by_option = generated(llama, *option, "mlx_lm.generate")
+    assert by_option.status == 0, by_option.stderr
+    by_variable = generated(llama, command("mlx_lm.generate"), MLX_SINKS=SETTING)
+    stock = generated(llama, command("mlx_lm.generate"))
+    assert by_option.without_figures() == by_variable.without_figures()
+    assert by_option.without_figures().stdout != stock.without_figures().stdout
+    line = f"mlx-sinks: keeping 4 sinks of prompts compacted to {BUDGET} rows"
+    assert any(said.startswith(line) for said in by_option.ours)
+
+
+def test_a_short_prompt_is_not_touched(llama):
+    words = command("mlx_lm.generate")
+    ours = generated(llama, words, prompt="Why?", MLX_SINKS=SETTING)
+    assert ours.status == 0, ours.stderr
+    stock = generated(llama, words, prompt="Why?")
+    assert ours.without_figures().stdout == stock.without_figures().stdout
+
+
+def test_a_module_run_as_a_script_is_refused(llama):
+    outcome = generated(
+        llama, sys.executable, "-m", "mlx_lm.generate", MLX_SINKS=SETTING
+    )
+    assert outcome.status != 0
+    (line,) = outcome.ours
+    assert "use the command mlx_lm.generate" in line
+    by_name = generated(
+        llama, sys.executable, "-m", "mlx_lm", "generate", MLX_SINKS=SETTING
+    )
+    assert by_name.status == 0, by_name.stderr
+    assert any("compacted to" in line for line in by_name.ours)
+
+
+@pytest.mark.parametrize("value", ["0", "x", "-3", "1.5", ""])
+def test_a_budget_that_cannot_be_gets_a_sentence(value):
+    words = command("mlx-sinks"), "run", f"--kv-budget={value}", "true"
+    outcome = run(*words)
+    assert outcome.status == 2
+    assert "kv_budget must be a whole number" in outcome.stderr
+    with pytest.raises(mlx_sinks.PolicyError, match="kv_budget must be"):
+        mlx_sinks.SinkPolicy.from_env({"MLX_SINKS": f"kv_budget={value}"})
+
+
+# ---------------------------------------------------------------- the server
+
+
+@pytest.fixture(scope="module")
+def server(llama, tmp_path_factory):
+    argv = (command("mlx_lm.server"), "--model", llama.folder)
+    log = tmp_path_factory.mktemp("server")
+    with serving(log, *argv, MLX_SINKS=SETTING) as running:
+        yield running
+
+
+def complete(server, llama, prompt, **more):
+    status, answer = server.complete(**llama.request(prompt, **more))
+    assert status == 200, answer
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], cached
+
+
+def test_requests_at_once_are_each_compacted_alone(server, llama):
+    prompts = [SHORT, LONG, LONGER, FOX + LONGER]
+    first = llama.request("Wait.", max_tokens=300, seed=0, stream=True)
+    with server.completion(**first) as response, ThreadPoolExecutor(4) as pool:
+        assert response.readline()
+        answers = pool.map(lambda prompt: complete(server, llama, prompt), prompts)
+        response.read()
+        texts = [text for text, _ in answers]
+    assert texts == [llama.compacted(prompt) for prompt in prompts]
+
+
+def test_a_request_served_alone_is_compacted(server, llama):
+    prompt = f"Alone. {LONG}"
+    text, _ = complete(server, llama, prompt, seed=1)
+    assert text == llama.compacted(prompt)
+
+
+def test_a_conversation_goes_on_from_what_was_kept(server, llama):
+    prompt = JUGS + LONG
+    text, _ = complete(server, llama, prompt)
+    tokens = len(llama.tokenizer.encode(prompt))
+    assert complete(server, llama, prompt) == (text, tokens - 1)
+    longer = prompt + text + JUGS
+    _, cached = complete(server, llama, longer)
+    assert tokens < cached
