@@ -36,6 +36,7 @@ AFFORDABLE = {
     "bench/cache_speed.py": ("--windows 4", "must be smaller than window=4"),
     "bench/indexer_speed.py": ("--keys 9", "no --keys go past"),
     "bench/topk_speed.py": ("--columns 9", "--columns have to go past"),
+    "bench/snapkv_budget.py": ("--skip 0 --prompts 9", "of 9 tokens isn't compacted"),
     "bench/end_to_end.py --model": ("--dtype float32", "--dtype is for --glm-layers"),
     "bench/end_to_end.py --glm": ("--model x", "not allowed with argument"),
 }
@@ -68,6 +69,7 @@ def windowed(tmp_path_factory):
 def test_each_command_is_of_a_kind_that_is_tested_below():
     known = ("pip install ", "MLX_SINKS=1 mlx_lm.generate ", "make demo", "make speed")
     known += ("mlx-sinks run mlx_lm.server ", "mlx-sinks probe ", "python bench/")
+    known += ("mlx-sinks run --kv-budget ",)
     known += ('LD_PRELOAD="" python bench/indexer_speed.py ',)
     known += ("mlx-sinks doctor", "mlx.launch ")  # tests/end_to_end has the latter
     assert [line for line in COMMANDS if not line.startswith(known)] == []
@@ -96,6 +98,20 @@ def test_the_server_through_mlx_sinks_run(checkpoint, tmp_path):
         (said,) = server.log().ours
     assert status == 200
     assert said.startswith("mlx-sinks: keeping 4 sinks + 64 recent")
+
+
+def test_a_budget_through_mlx_sinks_run(windowed, tmp_path):
+    first, second = commands("mlx-sinks run --kv-budget")
+    line = first.replace(WINDOWED, str(windowed)).replace("notes.txt", "README.md")
+    result = shell(f"{line} --max-tokens 2 --ignore-chat-template")
+    assert result.status == 0, result.stderr
+    assert "keeping 4 sinks of prompts compacted to 1024 rows" in result.stderr
+    words = shlex.split(second.replace(WINDOWED, str(windowed)))
+    with serving(tmp_path, command(words[0]), *words[1:]) as server:
+        status, _ = server.complete(prompt="Why? " * 300, max_tokens=2)
+        (said,) = server.log().ours
+    assert status == 200
+    assert said.startswith("mlx-sinks: keeping 4 sinks of prompts compacted to 1024")
 
 
 def test_the_doctor(checkpoint, windowed):

@@ -16,13 +16,37 @@ from .snapkv import SnapKV, window_scores
 class _Sequence:
     """What one sequence has beside its rows.
 
-    ``window`` are the queries of its newest tokens, (1, H, up to W, D), as long as
-    each was observed; ``firm`` counts the first rows that no trim may reach.
+    Attributes
+    ----------
+    fed : int
+        Tokens so far; padding on the left counts below zero.
+    dropped : int
+        How many of them have no row any more.
+    firm : int
+        Number of first rows that no trim may reach: others come after a gap.
+    window : mx.array, shape (1, H, up to W, D)
+        Queries of the newest tokens that were observed.
+    heard : int
+        ``fed`` when they were. Tokens that came since make the window useless, unless
+        they are trimmed.
     """
 
+    fed: int = 0
     dropped: int = 0
     firm: int = 0
     window: mx.array | None = None
+    heard: int = 0
+
+    @property
+    def observed(self) -> bool:
+        return self.window is not None and self.heard == self.fed
+
+    def trim(self, n: int) -> None:
+        self.fed -= n
+        if self.window is not None and self.fed < self.heard:
+            left = self.window[..., : self.fed - self.heard, :]
+            self.window = left if left.shape[2] else None
+            self.heard = self.fed
 
 
 @dataclass
@@ -41,33 +65,60 @@ class _Listening:
 
     window: int
     fetched: tuple[mx.array, mx.array] | None = None
-    before: list[mx.array | None] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
 
-class _Observing:
-    """What a layer's cache hears of the layer's queries.
+class _Compact(upstream._BaseCache):
+    """An upstream cache for the rows, and what is known of each sequence.
 
     A view made by ``observation.observed`` calls ``observe`` with what its attention
-    kernel is given. Tokens that come without it end the observation window.
+    kernel is given.
     """
 
-    _sequences: list[_Sequence]
-    _listening: _Listening | None = None
-    _narrowed = False
+    def __init__(self, rows: Any, sequences: list[_Sequence]):
+        self._rows = rows
+        self._sequences = sequences
+        self.attention = _Attention()
+        self._listening: _Listening | None = None
+        self._narrowed = False
+
+    def size(self) -> int:
+        return self._rows.size()
+
+    def empty(self) -> bool:
+        return self._rows.empty()
+
+    @property
+    def nbytes(self) -> int:
+        windows = [s.window.nbytes for s in self._sequences if s.window is not None]
+        return self._rows.nbytes + sum(windows)
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Append a step's rows, (B, H, L, D) each; all that are held."""
+        steps = self._real(keys.shape[2])
+        for sequence, step in zip(self._sequences, steps):
+            sequence.fed += step
+        fetched = self._rows.update_and_fetch(keys, values)
+        if self._listening is not None:
+            self._listening = _Listening(self._listening.window, fetched, steps)
+        return fetched
+
+    def _real(self, L: int) -> list[int]:
+        """How many of a step's tokens belong to each sequence."""
+        return [L]
+
+    def make_mask(self, N: int, return_array: bool = False, window_size=None):
+        """As upstream's, over the rows held."""
+        self._narrowed = self._narrowed or window_size is not None
+        return self._rows.make_mask(
+            N, return_array=return_array, window_size=window_size
+        )
 
     def listen(self, window: int | None) -> None:
         """Keep the last ``window`` queries from now on; ``None`` to stop."""
         self._listening = None if window is None else _Listening(window)
-
-    def _fetched(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._listening is not None:
-            before = [sequence.window for sequence in self._sequences]
-            self._listening = replace(
-                self._listening, fetched=(keys, values), before=before
-            )
-        for sequence in self._sequences:
-            sequence.window = None
-        return keys, values
 
     def observe(
         self,
@@ -89,140 +140,15 @@ class _Observing:
         elif isinstance(mask, mx.array) and mask.dtype != mx.bool_:
             unfit = "its attention has a bias"
         self.attention = _Attention(scale, sinks, unfit)
-        self._listening = _Listening(heard.window)  # holds no rows: decode writes them
+        # Rows that are still referred to would be copied by the next update.
+        self._listening = _Listening(heard.window)
         if unfit is None:
-            for index, before in enumerate(heard.before):
-                new = self._real_queries(index, queries, heard.window)
-                self._sequences[index].window = _newest(before, new, heard.window)
-
-    def _real_queries(self, index: int, queries: mx.array, window: int) -> mx.array:
-        return queries[index : index + 1, :, -window:]
-
-    def make_mask(self, N: int, return_array: bool = False, window_size=None, **named):
-        """As upstream's, over the rows held."""
-        self._narrowed = self._narrowed or window_size is not None
-        return self._mask(N, return_array, window_size, **named)
+            for index, step in enumerate(heard.steps):
+                new = queries[index : index + 1, :, :step]
+                _hear(self._sequences[index], new, heard.window)
 
     def is_trimmable(self) -> bool:
         return True
-
-    def to_quantized(self, group_size: int = 64, bits: int = 4):
-        raise ValueError(
-            f"a {type(self).__name__} can't be quantised: leave kv_bits out, or the "
-            "budget of the key-value cache (kv_budget)"
-        )
-
-    def _refuse_to_trim(self, n: int) -> None:
-        raise ValueError(
-            f"can't trim {n} tokens: some of them are no longer held since the prompt "
-            "was compacted; prefill anew"
-        )
-
-
-def _newest(before: mx.array | None, new: mx.array, window: int) -> mx.array:
-    """The last queries of both; a copy, which doesn't hold on to all of a step."""
-    if before is not None and new.shape[2] < window:
-        new = mx.concatenate([before, new], axis=2)
-    return mx.contiguous(new[..., -window:, :])
-
-
-class CompactCache(_Observing, upstream._BaseCache):
-    """One layer's keys and values of one sequence, those of its prompt compacted.
-
-    ``offset`` is the true position of the next token; ``size()`` counts the rows held.
-    Rows keep the rotation of their own positions, so that attention after a compaction
-    differs from the full cache's by what was dropped alone. ``merge`` makes a
-    ``BatchCompactCache`` of several.
-    """
-
-    def __init__(self, rows: upstream.KVCache | None = None):
-        self._rows = upstream.KVCache() if rows is None else rows
-        self._sequences = [_Sequence()]
-        self.attention = _Attention()
-        # Where it is kept for prompts to come, nobody knows yet what they would trim.
-        self.shelved = False
-
-    @property
-    def _sequence(self) -> _Sequence:
-        return self._sequences[0]
-
-    @property
-    def offset(self) -> int:
-        return self._rows.offset + self._sequence.dropped
-
-    @property
-    def dropped(self) -> int:
-        """Number of tokens whose rows are gone."""
-        return self._sequence.dropped
-
-    @property
-    def observed(self) -> bool:
-        """Whether the queries of its newest tokens are known."""
-        return self._sequence.window is not None
-
-    def size(self) -> int:
-        return self._rows.offset
-
-    def empty(self) -> bool:
-        return self._rows.empty()
-
-    @property
-    def nbytes(self) -> int:
-        window = self._sequence.window
-        return self._rows.nbytes + (0 if window is None else window.nbytes)
-
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Append a step's rows, (1, H, L, D) each; all that are held."""
-        return self._fetched(*self._rows.update_and_fetch(keys, values))
-
-    def _mask(self, N, return_array, window_size):
-        return self._rows.make_mask(
-            N, return_array=return_array, window_size=window_size
-        )
-
-    def rows(self) -> tuple[mx.array, mx.array]:
-        """The keys and values held, (1, H, size(), D) each."""
-        held = self.size()
-        return self._rows.keys[..., :held, :], self._rows.values[..., :held, :]
-
-    def compact(self, method: SnapKV) -> None:
-        """Keep the rows that a method chooses, where its budget doesn't cover all.
-
-        Whole stays, with a warning, what a prompt that wasn't observed has left.
-        """
-        T, sequence = self.size(), self._sequence
-        if method.covers(T, self.offset):
-            return
-        if not self.observed:
-            warnings.warn(
-                f"a cache of {T} rows is left whole: the queries of its last tokens "
-                "weren't observed",
-                stacklevel=2,
-            )
-            return
-        keys, values = self.rows()
-        attention = self.attention
-        scores = window_scores(
-            sequence.window, keys, attention.scale, method.kernel, attention.sinks
-        )
-        columns = method.columns(scores)[..., None]
-        kept = upstream.KVCache()
-        kept.keys = mx.take_along_axis(keys, columns, axis=2)
-        kept.values = mx.take_along_axis(values, columns, axis=2)
-        kept.offset = method.budget
-        # Else the rows that go would stay until somebody asks for those that don't.
-        mx.eval(kept.keys, kept.values)
-        self._rows = kept
-        recent = method.floor[1]
-        self._sequences = [
-            _Sequence(sequence.dropped + T - kept.offset, kept.offset - recent)
-        ]
-
-    def is_trimmable(self) -> bool:
-        """Whether tokens may be trimmed: one that is shelved and compacted isn't."""
-        return not (self.shelved and self.dropped)
 
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` tokens; returns how many those were.
@@ -235,36 +161,145 @@ class CompactCache(_Observing, upstream._BaseCache):
         ValueError
             The tokens go back to where rows were dropped.
         """
-        n = max(0, min(n, self.offset))
-        sequence = self._sequence
-        if self.size() - n < sequence.firm:
-            self._refuse_to_trim(n)
-        if n and sequence.window is not None:
-            left = sequence.window[..., :-n, :]
-            sequence.window = left if left.shape[2] else None
+        n = max(0, min(n, max(sequence.fed for sequence in self._sequences)))
+        for sequence in self._sequences:
+            rows = sequence.fed - sequence.dropped
+            if sequence.dropped and rows - n < sequence.firm:
+                raise ValueError(
+                    f"can't trim {n} tokens: some of them are no longer held since the "
+                    "prompt was compacted; prefill anew"
+                )
+        for sequence in self._sequences:
+            sequence.trim(n)
         return self._rows.trim(n)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4):
+        raise ValueError(
+            f"a {type(self).__name__} can't be quantised: leave kv_bits out, or the "
+            "budget of the key-value cache (kv_budget)"
+        )
+
+
+def _hear(sequence: _Sequence, new: mx.array, window: int) -> None:
+    """The last queries of a sequence, with those of its newest step."""
+    # Of padding on the left nothing counts.
+    new = new[..., max(0, new.shape[2] - max(0, sequence.fed)) :, :]
+    if sequence.window is not None and sequence.heard == sequence.fed - new.shape[2]:
+        new = mx.concatenate([sequence.window, new], axis=2)
+    # A copy, which doesn't hold on to all of a step.
+    sequence.window = mx.contiguous(new[..., -window:, :]) if new.shape[2] else None
+    sequence.heard = sequence.fed
+
+
+class CompactCache(_Compact):
+    """One layer's keys and values of one sequence, those of its prompt compacted.
+
+    ``offset`` is the true position of the next token; ``size()`` counts the rows held.
+    Rows keep the rotation of their own positions, so that attention after a compaction
+    differs from the full cache's by what was dropped alone. ``merge`` makes a
+    ``BatchCompactCache`` of several.
+
+    Parameters
+    ----------
+    rows : KVCache, optional
+        What is held already, nothing of it dropped.
+    """
+
+    def __init__(self, rows: upstream.KVCache | None = None):
+        rows = upstream.KVCache() if rows is None else rows
+        super().__init__(rows, [_Sequence(rows.offset)])
+        # Where it is kept for prompts to come, nobody knows yet what they would trim.
+        self.shelved = False
+
+    @property
+    def _sequence(self) -> _Sequence:
+        return self._sequences[0]
+
+    @property
+    def offset(self) -> int:
+        return self._sequence.fed
+
+    @property
+    def dropped(self) -> int:
+        """Number of tokens whose rows are gone."""
+        return self._sequence.dropped
+
+    @property
+    def observed(self) -> bool:
+        """Whether the queries of its newest tokens are known."""
+        return self._sequence.observed
+
+    def rows(self) -> tuple[mx.array, mx.array]:
+        """The keys and values held, (1, H, size(), D) each."""
+        held = self.size()
+        return self._rows.keys[..., :held, :], self._rows.values[..., :held, :]
+
+    def compact(self, method: SnapKV) -> None:
+        """Keep the rows that a method chooses, where its budget doesn't cover all.
+
+        Whole stays, with a warning, what a prompt that wasn't observed has left.
+        """
+        T, sequence, attention = self.size(), self._sequence, self.attention
+        if method.covers(T, self.offset):
+            return
+        if not self.observed:
+            warnings.warn(
+                f"a cache of {T} rows is left whole: the queries of its last tokens "
+                "weren't observed",
+                stacklevel=2,
+            )
+            return
+        keys, values = self.rows()
+        scores = window_scores(
+            sequence.window, keys, attention.scale, method.kernel, attention.sinks
+        )
+        columns = method.columns(scores)[..., None]
+        kept = upstream.KVCache()
+        kept.keys = mx.take_along_axis(keys, columns, axis=2)
+        kept.values = mx.take_along_axis(values, columns, axis=2)
+        kept.offset = method.budget
+        # Else the rows that go would stay until somebody asks for those that don't.
+        mx.eval(kept.keys, kept.values)
+        self._rows = kept
+        # The newest rows stand side by side unless an earlier turn has left gaps.
+        recent = min(method.floor[1], T - sequence.firm)
+        self._sequences = [
+            _Sequence(
+                fed=sequence.fed,
+                dropped=sequence.fed - kept.offset,
+                firm=kept.offset - recent,
+            )
+        ]
+
+    def is_trimmable(self) -> bool:
+        """Whether tokens may be trimmed: one that is shelved and compacted isn't."""
+        return not (self.shelved and self.dropped)
 
     @property
     def state(self):
         sequence, attention = self._sequence, self.attention
-        extra = [a for a in (sequence.window, attention.sinks) if a is not None]
-        observed = sequence.window is not None, attention.sinks is not None
-        numbers = [sequence.dropped, sequence.firm, attention.scale, *observed]
+        numbers = [sequence.dropped, sequence.firm, sequence.heard, attention.scale]
+        extra = sequence.window, attention.sinks
+        numbers += [array is not None for array in extra]
         rows = [] if self.empty() else self.rows()
-        return [mx.array(numbers, mx.float32), *extra, *rows]
+        held = [array for array in extra if array is not None]
+        return [mx.array(numbers, mx.float32), *held, *rows]
 
     @state.setter
     def state(self, state):
         numbers, *arrays = state
-        dropped, firm, scale, window, sinks = numbers.tolist()
-        self.__init__()
+        dropped, firm, heard, scale, window, sinks = numbers.tolist()
         window = arrays.pop(0) if window else None
         sinks = arrays.pop(0) if sinks else None
-        self._sequences = [_Sequence(int(dropped), int(firm), window)]
-        self.attention = _Attention(scale, sinks, _Attention.unfit)
+        rows = upstream.KVCache()
         if arrays:
-            self._rows.keys, self._rows.values = arrays
-            self._rows.offset = arrays[0].shape[2]
+            rows.keys, rows.values = arrays
+            rows.offset = rows.keys.shape[2]
+        self.__init__(rows)
+        dropped, firm, heard = map(int, (dropped, firm, heard))
+        fed = rows.offset + dropped
+        self._sequences = [_Sequence(fed, dropped, firm, window, heard)]
+        self.attention = _Attention(scale, sinks)
 
     @classmethod
     def from_state(cls, state, meta_state=None):
@@ -274,51 +309,52 @@ class CompactCache(_Observing, upstream._BaseCache):
         return cache
 
     @classmethod
-    def merge(cls, caches: list[CompactCache]) -> BatchCompactCache:
+    def merge(cls, caches: list[Any]) -> BatchCompactCache:
         """One cache of several sequences."""
         return BatchCompactCache.merge(caches)
 
 
-class BatchCompactCache(_Observing, upstream.BatchKVCache):
-    """The same for a batch: ``BatchKVCache`` with positions apart from columns."""
+class BatchCompactCache(_Compact):
+    """The same for a batch: a ``BatchKVCache`` with positions apart from columns."""
 
     def __init__(self, left_padding: list[int]):
-        super().__init__(left_padding)
-        self._sequences = [_Sequence() for _ in left_padding]
-        self.attention = _Attention()
+        rows = upstream.BatchKVCache(left_padding)
+        super().__init__(rows, [_Sequence(-padding) for padding in left_padding])
         # Real tokens still to come of right-padded prompts.
         self._coming: list[int] | None = None
 
+    @property
+    def offset(self) -> mx.array:
+        """(B,): positions of the next tokens."""
+        return self._rows.offset
+
+    @property
+    def left_padding(self) -> mx.array:
+        """(B,): columns before each sequence's first row."""
+        return self._rows.left_padding
+
     def prepare(self, *, left_padding=None, lengths=None, right_padding=None) -> None:
         """Announce how the prompts to come are padded, as upstream's."""
-        super().prepare(
+        self._rows.prepare(
             left_padding=left_padding, lengths=lengths, right_padding=right_padding
         )
+        if left_padding is not None:
+            for sequence, padding in zip(self._sequences, _integers(left_padding)):
+                sequence.fed -= padding
         if right_padding is not None and lengths is not None:
             self._coming = _integers(lengths)
 
     def finalize(self) -> None:
         """The prompts' padding on the right is over."""
-        super().finalize()
+        self._rows.finalize()
         self._coming = None
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Append a step's rows, (B, H, L, D) each; all that are held."""
-        return self._fetched(*super().update_and_fetch(keys, values))
-
-    def _mask(self, N, return_array, window_size, **named):
-        return upstream.BatchKVCache.make_mask(
-            self, N, return_array, window_size=window_size, **named
-        )
-
-    def _real_queries(self, index, queries, window):
+    def _real(self, L: int) -> list[int]:
         if self._coming is None:
-            return super()._real_queries(index, queries, window)
-        real = min(queries.shape[2], self._coming[index])
-        self._coming[index] -= real
-        return queries[index : index + 1, :, max(0, real - window) : real]
+            return [L] * len(self._sequences)
+        steps = [min(L, coming) for coming in self._coming]
+        self._coming = [coming - step for coming, step in zip(self._coming, steps)]
+        return steps
 
     def compact(self, method: SnapKV) -> BatchCompactCache:
         """A batch in which each sequence is compacted on its own."""
@@ -329,47 +365,35 @@ class BatchCompactCache(_Observing, upstream.BatchKVCache):
             sequence.compact(method)
         return self.merge(sequences)
 
-    def trim(self, n: int) -> int:
-        """As ``CompactCache.trim``, for every sequence."""
-        rows = [self.size() - padding for padding in self.left_padding.tolist()]
-        for held, sequence in zip(rows, self._sequences):
-            if sequence.dropped and held - n < sequence.firm:
-                self._refuse_to_trim(n)
-        for sequence in self._sequences:
-            sequence.window = None
-        return super().trim(n)
-
     def filter(self, batch_indices: Any) -> None:
         """Keep these sequences only, in this order."""
-        super().filter(batch_indices)
+        self._rows.filter(batch_indices)
         self._sequences = [self._sequences[i] for i in _integers(batch_indices)]
 
     def extend(self, other: BatchCompactCache) -> None:
         """Add another batch's sequences after these."""
-        super().extend(other)
+        self._rows.extend(other._rows)
         self._sequences = self._sequences + other._sequences
         if self.attention.unfit:
             self.attention = other.attention
 
     def extract(self, index: int) -> CompactCache:
         """One sequence, as the cache that it would have had alone."""
-        cache = CompactCache()
-        if self.keys is not None:
-            cache = CompactCache(super().extract(index))
+        cache = CompactCache(None if self.empty() else self._rows.extract(index))
         cache._sequences = [replace(self._sequences[index])]
         cache.attention = self.attention
         return cache
 
     @classmethod
-    def merge(cls, caches: list[CompactCache]) -> BatchCompactCache:
-        """One cache of several sequences."""
-        if all(cache.empty() for cache in caches):
-            batch = cls([0] * len(caches))
-        else:
-            batch = super().merge([cache._rows for cache in caches])
+    def merge(cls, caches: list[Any]) -> BatchCompactCache:
+        """One cache of several sequences; those of a plain cache are whole."""
+        plain = upstream.KVCache
+        caches = [CompactCache(c) if type(c) is plain else c for c in caches]
+        batch = cls([0] * len(caches))
+        batch._rows = upstream.BatchKVCache.merge([cache._rows for cache in caches])
+        dropped = mx.array([cache.dropped for cache in caches])
+        batch._rows.offset = batch._rows.offset + dropped
         batch._sequences = [replace(cache._sequence) for cache in caches]
-        dropped = [cache.dropped for cache in caches]
-        batch.offset = batch.offset + mx.array(dropped)
         for cache in caches:
             if cache.attention.unfit is None:
                 batch.attention = cache.attention
@@ -377,9 +401,9 @@ class BatchCompactCache(_Observing, upstream.BatchKVCache):
 
     @property
     def state(self):
-        windows = [sequence.window for sequence in self._sequences]
-        rows = [] if self.keys is None else [*super().state]
-        return [*rows, *(window for window in windows if window is not None)]
+        rows = [] if self.empty() else [*self._rows.state]
+        windows = [s.window for s in self._sequences if s.window is not None]
+        return [*rows, *windows]
 
     @state.setter
     def state(self, state):

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as upstream
 
+from ..policy import whole_number
 from .compact_cache import BatchCompactCache, CompactCache
 from .observation import observed
 from .prompt_cache import plain_layers
@@ -63,7 +64,8 @@ def compact_prompt_cache(
     budget, sink_tokens, recent_tokens, min_tokens, guarantee_sinks, window, kernel
         See ``SnapKV``.
     prompt_cache : list, optional
-        What earlier turns left; it is updated in place, as mlx-lm does.
+        What earlier turns left; it is updated in place, as mlx-lm does. Where nothing
+        was dropped or decoded since, their last queries observe too.
     prefill_step_size : int, default=2048
         Tokens a step; it changes neither the rows kept nor, but for rounding, the rest.
     prompt_progress_callback : callable, optional
@@ -94,8 +96,9 @@ def compact_prompt_cache(
     tokens = mx.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(f"prompt must be a row of tokens, not of shape {tokens.shape}")
-    if prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size must be >= 1, not {prefill_step_size}")
+    if not mx.issubdtype(tokens.dtype, mx.integer):
+        raise ValueError(f"prompt must be whole numbers, not {tokens.dtype}")
+    prefill_step_size = whole_number("prefill_step_size", prefill_step_size, 1)
     progress = prompt_progress_callback or (lambda *_: None)
     caches = upstream.make_prompt_cache(model) if prompt_cache is None else prompt_cache
     make_compactable(model, caches)

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-KERNEL = "scaled_dot_product_attention"
+from ..kernel import KERNEL, calls_kernel, with_kernel
 
 
 def observed(model: nn.Module) -> nn.Module:
@@ -56,18 +56,10 @@ def observed(model: nn.Module) -> nn.Module:
 
 def _listening(kind: type) -> type:
     """A class of modules, its own calls of the kernel heard."""
-    functions = {}
+    members = {}
     for base in reversed(kind.__mro__):
-        for name, function in vars(base).items():
-            if name in functions or isinstance(function, types.FunctionType):
-                functions[name] = function
-    heard = {
-        name: _heard(function)
-        for name, function in functions.items()
-        if isinstance(function, types.FunctionType)
-        and KERNEL in function.__code__.co_names
-        and KERNEL in function.__globals__
-    }
+        members.update(vars(base))
+    heard = {name: _heard(each) for name, each in members.items() if calls_kernel(each)}
     return type(kind.__name__, (kind,), heard) if heard else kind
 
 
@@ -82,12 +74,4 @@ def _heard(function: types.FunctionType) -> types.FunctionType:
             named["sinks"] = sinks
         return kernel(queries, keys, values, cache, scale, mask, **named)
 
-    copied = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, KERNEL: listener},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(copied, function)
+    return with_kernel(function, listener)

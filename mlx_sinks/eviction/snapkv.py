@@ -67,7 +67,7 @@ class SnapKV:
             object.__setattr__(self, name, count)
 
     def covers(self, rows: int, tokens: int | None = None) -> bool:
-        """Whether that many rows stay; of more tokens where some are dropped already."""
+        """Whether that many rows all stay, held of ``tokens`` by default as many."""
         tokens = rows if tokens is None else tokens
         return rows <= self.budget or tokens <= self.min_tokens
 

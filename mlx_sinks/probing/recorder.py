@@ -13,11 +13,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from ..kernel import KERNEL, calls_kernel
 from ..patches.registry import check_policy, reached
 from ..policy import SinkPolicy
 from ..selection import listening
 from .coverage import FIGURES, row_coverage
-from .replay import KERNEL, can_replay, dense_attention
+from .replay import dense_attention
 
 # Queries whose attention is held at the same time, all heads by all columns.
 AT_ONCE = 8
@@ -145,7 +146,7 @@ def probe(
             if hasattr(part, "indexer")
         }
         if not attentions or not all(
-            can_replay(type(part).__call__) for part in attentions.values()
+            calls_kernel(type(part).__call__) for part in attentions.values()
         ):
             raise ProbeError(
                 f"{type(model).__name__} can't be probed: a layer with an indexer "

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-KERNEL = "scaled_dot_product_attention"
+from ..kernel import with_kernel
 
 
 class _Seen(Exception):
@@ -49,15 +49,6 @@ class _Filled:
         return self.keys, self.values
 
 
-def can_replay(forward: Any) -> bool:
-    """Whether a class's ``__call__`` calls mlx-lm's kernel by its name."""
-    return (
-        isinstance(forward, types.FunctionType)
-        and KERNEL in forward.__code__.co_names
-        and KERNEL in forward.__globals__
-    )
-
-
 def dense_attention(
     forward: types.FunctionType,
     attention: nn.Module,
@@ -72,7 +63,7 @@ def dense_attention(
     Parameters
     ----------
     forward : function
-        The ``__call__`` of the layer's class, for which ``can_replay`` holds.
+        The ``__call__`` of the layer's class, for which ``calls_kernel`` holds.
     attention : mlx.nn.Module
         A layer with an indexer.
     x : mx.array, shape (N, hidden_size)
@@ -96,13 +87,7 @@ def dense_attention(
         given.update(queries=queries, keys=keys, scale=scale, mask=mask)
         raise _Seen
 
-    replayed = types.FunctionType(
-        forward.__code__,
-        {**forward.__globals__, KERNEL: kernel},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    replayed = with_kernel(forward, kernel)
     with contextlib.suppress(_Seen):
         replayed(
             _WithoutIndexer(attention), x[:, None], mask[:, None, None], [filled] * 2

@@ -17,10 +17,11 @@ import processes
 import several_machines
 import small_models
 from mlx_sinks import ProbeError, Recording, SinkPolicy
+from mlx_sinks.kernel import calls_kernel
 from mlx_sinks.patches import registry
 from mlx_sinks.probing import report
 from mlx_sinks.probing.coverage import FIGURES
-from mlx_sinks.probing.replay import can_replay, dense_attention
+from mlx_sinks.probing.replay import dense_attention
 from mlx_sinks.selection import is_heard, listening, select_columns
 from threads import lasting
 
@@ -273,10 +274,10 @@ def test_dense_attention_touches_nothing(one_model):
 
 
 def test_what_can_be_replayed(one_model, tiny_llama):
-    assert can_replay(type(attention_modules(one_model)[0]).__call__)
-    assert not can_replay(type(tiny_llama.model.norm).__call__)
-    assert not can_replay(UPSTREAM)
-    assert not can_replay(len)
+    assert calls_kernel(type(attention_modules(one_model)[0]).__call__)
+    assert not calls_kernel(type(tiny_llama.model.norm).__call__)
+    assert not calls_kernel(UPSTREAM)
+    assert not calls_kernel(len)
 
 
 # ---------------------------------------------------------------- nothing is disturbed
