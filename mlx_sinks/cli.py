@@ -12,6 +12,7 @@ from pathlib import Path
 from . import __version__
 from .policy import (
     ACCEPTED,
+    PARSERS,
     VARIABLE,
     PolicyError,
     SinkPolicy,
@@ -163,7 +164,7 @@ def _asked(options: argparse.Namespace) -> dict[str, int]:
     """The counts that were given."""
     names = ("sinks", "recency", "kv_budget")
     given = {name: getattr(options, name) for name in names if name in options}
-    return {name: parse_count(name, text) for name, text in given.items()}
+    return {name: PARSERS[name](name, text) for name, text in given.items()}
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -158,12 +158,12 @@ def whole_number(name: str, value: object, least: int = 0, of: str = "tokens") -
     return count
 
 
-def parse_count(name: str, text: str) -> int:
+def parse_count(name: str, text: str, least: int = 0, of: str = "tokens") -> int:
     """A number of tokens as it is written in the variable or an option."""
-    if not re.fullmatch("[0-9]{1,9}", text):
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
         raise PolicyError(
-            f"{name} must be a whole number of tokens >= 0, of at most nine digits, "
-            f"not {text[:40]!r}"
+            f"{name} must be a whole number of {of} >= {least}, of at most nine "
+            f"digits, not {text[:40]!r}"
         )
     return int(text)
 
@@ -184,14 +184,13 @@ def switched_off(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     return tuple(name for name in TARGETS if not settings.get(name, True))
 
 
-_PARSERS = {
+# How each field is read as it is written in the variable or an option.
+PARSERS = {
     "sinks": parse_count,
     "recency": parse_count,
     "scoring": lambda name, text: SinkPolicy(scoring=text).scoring,
     "score_memory": parse_size,
-    "kv_budget": lambda name, text: (
-        SinkPolicy(kv_budget=parse_count(name, text)).kv_budget
-    ),
+    "kv_budget": lambda name, text: parse_count(name, text, 1, "rows"),
 }
 
 
@@ -219,8 +218,8 @@ def _parse(text: str) -> dict[str, Any]:
             raise PolicyError(f"{name!r} is not a setting (known: {', '.join(known)})")
         if name in settings:
             raise PolicyError(f"{name} is given twice")
-        if name in _PARSERS:
-            settings[name] = _PARSERS[name](name, value)
+        if name in PARSERS:
+            settings[name] = PARSERS[name](name, value)
         elif value in _ON | (OFF - {""}):
             settings[name] = int(value in _ON)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,6 +107,19 @@ class _Compact(upstream._BaseCache):
     def _real(self, L: int) -> list[int]:
         """How many of a step's tokens belong to each sequence."""
         return [L]
+
+    @property
+    def observed(self) -> bool:
+        """Whether the queries of a sequence's newest tokens are known."""
+        return any(sequence.observed for sequence in self._sequences)
+
+    def left_whole(self, method: SnapKV) -> str | None:
+        """Why more is held than a method's budget; ``None`` where it isn't."""
+        rows = [(s.fed - s.dropped, s.fed) for s in self._sequences]
+        if all(method.covers(held, fed) for held, fed in rows):
+            return None
+        unseen = "the queries of its last tokens weren't observed"
+        return self.attention.unfit or unseen
 
     def make_mask(self, N: int, return_array: bool = False, window_size=None):
         """As upstream's, over the rows held."""
@@ -224,11 +236,6 @@ class CompactCache(_Compact):
         """Number of tokens whose rows are gone."""
         return self._sequence.dropped
 
-    @property
-    def observed(self) -> bool:
-        """Whether the queries of its newest tokens are known."""
-        return self._sequence.observed
-
     def rows(self) -> tuple[mx.array, mx.array]:
         """The keys and values held, (1, H, size(), D) each."""
         held = self.size()
@@ -237,18 +244,16 @@ class CompactCache(_Compact):
     def compact(self, method: SnapKV) -> None:
         """Keep the rows that a method chooses, where its budget doesn't cover all.
 
-        Whole stays, with a warning, what a prompt that wasn't observed has left.
+        Raises
+        ------
+        ValueError
+            The queries of the newest tokens weren't observed.
         """
         T, sequence, attention = self.size(), self._sequence, self.attention
         if method.covers(T, self.offset):
             return
         if not self.observed:
-            warnings.warn(
-                f"a cache of {T} rows is left whole: the queries of its last tokens "
-                "weren't observed",
-                stacklevel=2,
-            )
-            return
+            raise ValueError("the queries of the newest tokens weren't observed")
         keys, values = self.rows()
         scores = window_scores(
             sequence.window, keys, attention.scale, method.kernel, attention.sinks
@@ -357,18 +362,27 @@ class BatchCompactCache(_Compact):
         return steps
 
     def compact(self, method: SnapKV) -> BatchCompactCache:
-        """A batch in which each sequence is compacted on its own."""
+        """A batch in which each sequence that was observed is compacted on its own."""
         if self.size() <= method.budget:
             return self
         sequences = [self.extract(index) for index in range(len(self._sequences))]
         for sequence in sequences:
-            sequence.compact(method)
+            if sequence.observed:
+                sequence.compact(method)
         return self.merge(sequences)
 
     def filter(self, batch_indices: Any) -> None:
         """Keep these sequences only, in this order."""
         self._rows.filter(batch_indices)
         self._sequences = [self._sequences[i] for i in _integers(batch_indices)]
+
+    @classmethod
+    def of(cls, rows: upstream.BatchKVCache) -> BatchCompactCache:
+        """A batch that goes on from upstream's, nothing of it dropped."""
+        batch = cls([0] * len(rows.offset))
+        batch._rows = rows
+        batch._sequences = [_Sequence(fed) for fed in rows.offset.tolist()]
+        return batch
 
     def extend(self, other: BatchCompactCache) -> None:
         """Add another batch's sequences after these."""

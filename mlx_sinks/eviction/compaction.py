@@ -111,7 +111,7 @@ def compact_prompt_cache(
         mx.clear_cache()
         progress(min(start + prefill_step_size, tokens.size), tokens.size)
     result = CompactPromptCache(caches)
-    result.left_whole = left_whole(caches)
+    result.left_whole = left_whole(caches, method)
     return result
 
 
@@ -125,34 +125,54 @@ def compacting(
     model: nn.Module,
     method: SnapKV,
     tokens: int,
-    done: Callable[[list[Any]], None] | None = None,
+    done: Callable[[list[Any], SnapKV], None] | None = None,
 ) -> nn.Module:
     """A model that compacts its caches once it has read that many tokens.
 
     For the code that calls a model with a prompt in steps: until then it is observed,
     and from then on it is the model itself.
     """
-    view = observed(model)
-    read = type(view).__call__
-    left = tokens
 
     @functools.wraps(type(model).__call__)
-    def call(_, inputs, *arguments, cache=None, **named):
-        nonlocal left
-        if left <= 0:
-            return model(inputs, *arguments, cache=cache, **named)
-        with listening(cache, method.window):
-            result = read(view, inputs, *arguments, cache=cache, **named)
-        left -= inputs.shape[1]
-        if left <= 0:
-            compact(cache, method)
-            if done:
-                done(cache)
-        return result
+    def call(facade, *arguments, **named):
+        return vars(facade)["reading"](*arguments, **named)
 
     facade = copy.copy(model)
+    # Classes live until the next collection: this one must not hold any weights.
     facade.__class__ = type(type(model).__name__, (type(model),), {"__call__": call})
+    vars(facade)["reading"] = _Reading(model, method, tokens, done)
     return facade
+
+
+class _Reading:
+    """How a prompt is read, step by step, and what comes after it."""
+
+    def __init__(self, model, method, tokens, done):
+        self._model = model
+        self._view = observed(model) if tokens > 0 else model
+        self._method = method
+        self._left = tokens
+        self._done = done
+        self._compacted = False
+
+    def __call__(self, inputs, *arguments, cache=None, **named):
+        if self._left > 0:
+            with listening(cache, self._method.window):
+                result = self._view(inputs, *arguments, cache=cache, **named)
+            embeddings = named.get("input_embeddings")
+            self._left -= (inputs if embeddings is None else embeddings).shape[1]
+            if self._left <= 0:
+                self._compact(cache)
+            return result
+        if not self._compacted:  # nothing had to be read before the last token
+            self._compact(cache)
+        return self._model(inputs, *arguments, cache=cache, **named)
+
+    def _compact(self, cache):
+        compact(cache, self._method)
+        self._compacted, self._view = True, None
+        if self._done:
+            self._done(cache, self._method)
 
 
 class listening:
@@ -174,24 +194,31 @@ class listening:
 def compact(caches: list[Any], method: SnapKV) -> None:
     """Compact each cache that can be, in the list given; others stay whole."""
     for layer, cache in enumerate(caches):
-        if isinstance(cache, _KINDS) and cache.attention.unfit is None:
+        fit = isinstance(cache, _KINDS) and cache.attention.unfit is None
+        if fit and cache.observed:
             caches[layer] = cache.compact(method) or cache
 
 
-def left_whole(caches: list[Any]) -> dict[int, str]:
-    """Layers that no compaction reaches, and why."""
+def left_whole(caches: list[Any], method: SnapKV) -> dict[int, str]:
+    """Layers that a budget doesn't reach, and why."""
     return {
-        layer: cache.attention.unfit
-        if isinstance(cache, _KINDS)
-        else f"its cache is a {type(cache).__name__}"
+        layer: reason
         for layer, cache in enumerate(caches)
-        if not isinstance(cache, _KINDS) or cache.attention.unfit
+        if (reason := _left_whole(cache, method))
     }
 
 
-def warn_of_whole(caches: list[Any]) -> None:
+def _left_whole(cache: Any, method: SnapKV) -> str | None:
+    if isinstance(cache, _KINDS):
+        return cache.left_whole(method)
+    if type(cache) in (upstream.KVCache, upstream.BatchKVCache):
+        return "other layers read its cache"
+    return f"its cache is a {type(cache).__name__}"
+
+
+def warn_of_whole(caches: list[Any], method: SnapKV) -> None:
     """Say which layers a budget doesn't reach."""
-    if whole := left_whole(caches):
+    if whole := left_whole(caches, method):
         reasons = Counter(whole.values())
         kinds = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
         warnings.warn(

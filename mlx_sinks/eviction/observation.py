@@ -31,27 +31,26 @@ def observed(model: nn.Module) -> nn.Module:
         Gives what the model gives. Weights that are replaced in the model afterwards
         aren't in the view.
     """
-    seen: dict[int, Any] = {}
-    classes: dict[type, type] = {}
+    return _view(model, {}, {})
 
-    def view(value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            if id(value) not in seen:
-                seen[id(value)] = module = copy.copy(value)
-                for name, part in value.items():
-                    dict.__setitem__(module, name, view(part))
-                kind = type(value)
-                if kind not in classes:
-                    classes[kind] = _listening(kind)
-                module.__class__ = classes[kind]
-            return seen[id(value)]
-        if isinstance(value, dict):
-            return {name: view(part) for name, part in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(view, value))
-        return value
 
-    return view(model)
+def _view(value: Any, seen: dict[int, Any], classes: dict[type, type]) -> Any:
+    """The view of a part; what is in several places is so in the view as well."""
+    if isinstance(value, nn.Module):
+        if id(value) not in seen:
+            seen[id(value)] = module = copy.copy(value)
+            for name, part in value.items():
+                dict.__setitem__(module, name, _view(part, seen, classes))
+            kind = type(value)
+            if kind not in classes:
+                classes[kind] = _listening(kind)
+            module.__class__ = classes[kind]
+        return seen[id(value)]
+    if isinstance(value, dict):
+        return {name: _view(part, seen, classes) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_view(part, seen, classes) for part in value)
+    return value
 
 
 def _listening(kind: type) -> type:

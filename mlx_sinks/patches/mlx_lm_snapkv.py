@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from ..eviction.compact_cache import CompactCache
+from ..eviction.compact_cache import BatchCompactCache, CompactCache
 from ..eviction.compaction import (
     compact,
     compacting,
@@ -38,12 +38,17 @@ class SnapKVPatch(FunctionsPatch):
         return policy.kv_budget is not None
 
     def keeps(self, policy: SinkPolicy) -> str:
+        if policy.kv_budget is None:
+            return "prompts whole, without a kv_budget,"
         return f"{policy.sinks} sinks of prompts compacted to {policy.kv_budget} rows"
 
     def self_check(self, module: ModuleType, version: str) -> str | None:
         if reason := self._replaced_by_others(module):
             return reason
-        if (*sys.orig_argv, "")[1:3] == ("-m", self.module):
+        # So it stands there while Python looks for the module that it shall run.
+        if sys.argv[:1] == ["-m"] and {self.module, f"-m{self.module}"} & {
+            *sys.orig_argv
+        }:
             return (
                 f"python -m {self.module} runs a copy of it that nothing reaches: use "
                 "the command mlx_lm.generate"
@@ -77,6 +82,7 @@ class SnapKVPatch(FunctionsPatch):
                 function = getattr(holder, "__dict__", {}).get(name)
                 if getattr(function, "__module__", None) == module.__name__:
                     yield holder, name, getattr(self, f"_{name}")
+        yield module, "_extend_cache", self._extend_cache
         batch = module.PromptProcessingBatch
         for name in ("__init__", "prompt", "generate"):
             yield batch, name, getattr(self, f"_batch_{name.strip('_')}")
@@ -95,8 +101,8 @@ class SnapKVPatch(FunctionsPatch):
             _refuse_to_quantise(named)
             caches = named.get("prompt_cache")
             if caches is None:
-                size = named.get("max_kv_size")
-                caches = named["prompt_cache"] = _make(model, size)
+                caches = _make(model, named.get("max_kv_size"))
+            caches = named["prompt_cache"] = _as_list(caches)
             model = self._compacting(model, caches, method, prompt, named)
         return upstream(prompt, model, *arguments, **named)
 
@@ -107,7 +113,8 @@ class SnapKVPatch(FunctionsPatch):
             _refuse_to_quantise(named)
             caches = named.get("prompt_cache")
             if caches is None:
-                caches = named["prompt_cache"] = _make(model) + _make(draft_model)
+                caches = _make(model) + _make(draft_model)
+            caches = named["prompt_cache"] = _as_list(caches)
             # Upstream divides them so.
             own, drafts = caches[: len(model.layers)], caches[len(model.layers) :]
             model = self._compacting(model, own, method, prompt, named)
@@ -122,15 +129,25 @@ class SnapKVPatch(FunctionsPatch):
         tokens = len(prompt if embeddings is None else embeddings)
         return compacting(model, method, tokens - 1, self._done)
 
-    def _done(self, caches: list[Any]) -> None:
+    def _done(self, caches: list[Any], method: SnapKV) -> None:
         self._say()
-        warn_of_whole(caches)
+        warn_of_whole(caches, method)
 
     def _batch_init(self, upstream, batch, model, uids, caches, *arguments, **named):
         if self._method():
+            caches = [list(each) for each in caches]
             for each in caches:
                 make_compactable(model, each)
         return upstream(batch, model, uids, caches, *arguments, **named)
+
+    def _extend_cache(self, upstream, caches, others):
+        """Sequences that were there before a budget may be joined by others."""
+        plain = sys.modules["mlx_lm.models.cache"].BatchKVCache
+        for pair in ((caches, others), (others, caches)):
+            for layer, (one, other) in enumerate(zip(*pair)):
+                if type(one) is plain and isinstance(other, BatchCompactCache):
+                    pair[0][layer] = BatchCompactCache.of(one)
+        return upstream(caches, others)
 
     def _batch_prompt(self, upstream, batch, tokens):
         method = self._method()
@@ -149,7 +166,7 @@ class SnapKVPatch(FunctionsPatch):
                 batch.prompt([each[:-1] for each in tokens])
                 tokens = [each[-1:] for each in tokens]
             compact(batch.prompt_cache, method)
-            self._done(batch.prompt_cache)
+            self._done(batch.prompt_cache, method)
         return upstream(batch, tokens)
 
     def _insert_cache(self, upstream, shelf, model, tokens, prompt_cache, **named):
@@ -179,6 +196,11 @@ _ARGUMENTS = {
 
 def _make(model: Any, max_kv_size: int | None = None) -> list[Any]:
     return sys.modules["mlx_lm.models.cache"].make_prompt_cache(model, max_kv_size)
+
+
+def _as_list(caches: Any) -> list[Any]:
+    """As it is where it can be updated in place, as upstream does."""
+    return caches if isinstance(caches, list) else list(caches)
 
 
 def _refuse_to_quantise(named: dict[str, Any]) -> None:

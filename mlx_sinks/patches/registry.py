@@ -46,7 +46,7 @@ class Patch(Protocol):
         """Say what is kept: now, or when it first matters."""
 
     def wanted(self, policy: SinkPolicy) -> bool:
-        """Whether a policy asks for this patch where no targets are named."""
+        """Whether a policy asks for what this patch does."""
 
     def find(self, model: Any, module: ModuleType) -> list[Any]:
         """The parts of a model that this patch reaches."""
@@ -136,12 +136,12 @@ def install(
     policy : SinkPolicy, optional
         What to keep; by default ``SinkPolicy()``.
     targets : iterable of str, optional
-        Names of patches; by default all that the policy asks for.
+        Names of patches; by default all of them.
 
     Returns
     -------
     list of PatchReport
-        One for each target.
+        One for each target that the policy asks for.
 
     Raises
     ------
@@ -281,7 +281,7 @@ def _ask(
 ) -> list[PatchReport]:
     check_policy(policy)
     policy = policy or SinkPolicy()
-    names = frozenset(targets_of(policy) if targets is None else targets)
+    names = frozenset(PATCHES if targets is None else targets)
     if unknown := names - PATCHES.keys():
         raise ValueError(
             f"unknown target {', '.join(map(repr, sorted(unknown)))} "
@@ -292,7 +292,8 @@ def _ask(
         importlib.import_module(PATCHES[name].module)
     with _lock:
         _put(_Wish(owner, policy, names), first)
-        reports = [_report(name, policy) for name in sorted(names)]
+        asked_for = names & {*targets_of(policy)} if targets is None else names
+        reports = [_report(name, policy) for name in sorted(asked_for)]
     for report in reports:
         PATCHES[report.target].announce(functools.partial(_say, str(report)))
     return reports
@@ -332,13 +333,14 @@ def _set_wishes(wishes: tuple[_Wish, ...]) -> None:
 def _follow_wishes() -> None:
     for name, patch in PATCHES.items():
         policies = [wish.policy for wish in _wishes if name in wish.targets]
+        # A model's own wish has no policy for the others.
+        policy = next(filter(None, reversed(policies)), None)
         module = sys.modules.get(patch.module)
-        if policies:
+        if policies and (policy is None or patch.wanted(policy)):
             version = _mlx_lm_version()
             if not patch.is_on(module):
                 _refuse_unknown(patch, module, version)
-            # A model's own wish has no policy for the others.
-            patch.install(module, version, next(filter(None, reversed(policies)), None))
+            patch.install(module, version, policy)
         elif module is not None:
             patch.uninstall(module)
 

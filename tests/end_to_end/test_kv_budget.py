@@ -1,12 +1,17 @@
 """Prompts compacted in mlx-lm's own commands: generate, speculative, the server."""
 
+import copy
+import gc
 import sys
+import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
@@ -133,9 +138,8 @@ def test_later_turns_are_compacted_again(llama, budget):
             assert cache.size() - (cache.offset - read) == BUDGET
 
 
-def test_a_batch_gets_the_text_of_each_alone(llama, budget):
-    prompts = [SHORT, LONG, LONGER]
-    batch = mlx_lm.batch_generate(
+def batch(llama, prompts):
+    return mlx_lm.batch_generate(
         llama.model,
         llama.tokenizer,
         [llama.tokenizer.encode(prompt) for prompt in prompts],
@@ -143,17 +147,125 @@ def test_a_batch_gets_the_text_of_each_alone(llama, budget):
         return_prompt_caches=True,
         logits_processors=make_logits_processors(llama.only_letters),
     )
-    assert batch.texts == [llama.compacted(prompt) for prompt in prompts]
-    for prompt, caches in zip(prompts, batch.caches):
+
+
+def test_a_batch_gets_the_text_of_each_alone(llama, budget):
+    prompts = [SHORT, LONG, LONGER]
+    answer = batch(llama, prompts)
+    assert answer.texts == [llama.compacted(prompt) for prompt in prompts]
+    for prompt, caches in zip(prompts, answer.caches):
         dropped = len(llama.tokenizer.encode(prompt)) - 1 - BUDGET
         assert {c.dropped for c in caches} == {0 if prompt == SHORT else dropped}
 
 
-def test_embeddings_count_as_tokens(llama, budget):
+@pytest.mark.parametrize("step", [7, 2048])
+def test_embeddings_count_as_tokens(llama, budget, step):
     tokens = mx.array(llama.tokenizer.encode(LONG))
     embeddings = llama.model.model.embed_tokens(tokens)
-    text = in_process(llama, tokens, input_embeddings=embeddings)
-    assert text == llama.compacted(LONG)
+    for prompt in (tokens, tokens[:0]):
+        caches = make_prompt_cache(llama.model)
+        steps = generate_step(
+            prompt,
+            llama.model,
+            max_tokens=2,
+            input_embeddings=embeddings,
+            prompt_cache=caches,
+            prefill_step_size=step,
+        )
+        generated = len(list(steps))
+        assert all(c.dropped == len(tokens) - 1 - BUDGET for c in caches)
+        assert all(c.size() >= BUDGET + generated for c in caches)
+
+
+def test_one_token_after_a_prompt_that_nobody_observed_warns(llama, budget):
+    caches = make_prompt_cache(llama.model)
+    tokens = llama.tokenizer.encode(LONG)
+    llama.model(mx.array([tokens]), cache=caches)
+    with pytest.warns(UserWarning, match="nothing was seen of its attention: "):
+        in_process(llama, tokens[-1:], prompt_cache=caches)
+
+
+def test_one_token_alone_warns_of_nothing(llama, budget):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_process(llama, [65])
+        batch(llama, ["A", FOX])
+
+
+def test_the_innermost_policy_decides(llama, budget):
+    with mlx_sinks.patched():
+        assert in_process(llama, LONG) == llama.whole(LONG)
+        with mlx_sinks.patched(mlx_sinks.SinkPolicy(kv_budget=BUDGET)):
+            assert in_process(llama, LONG) == llama.compacted(LONG)
+    assert in_process(llama, LONG) == llama.compacted(LONG)
+
+
+def test_a_model_is_freed_as_soon_as_nobody_has_it(llama, budget):
+    model, _ = mlx_lm.load(llama.folder)
+    gone = weakref.finalize(model, lambda: None)
+    gc.collect()
+    gc.disable()
+    try:
+        mlx_lm.generate(model, llama.tokenizer, LONG, max_tokens=2)
+        mlx_sinks.compact_prompt_cache(model, [1] * 200, budget=8)
+        del model
+        assert not gone.alive
+    finally:
+        gc.enable()
+
+
+def started(llama, prompts, **more):
+    """A generator whose prompts are read, and the texts that it will have written."""
+    generator = BatchGenerator(llama.model, max_tokens=MAX_TOKENS, **more)
+    return generator, generator.insert([llama.tokenizer.encode(p) for p in prompts])
+
+
+def finished(generator, uids):
+    tokens = {uid: [] for uid in uids}
+    caches = {}
+    while len(caches) < len(uids):
+        for response in generator.next_generated():
+            tokens[response.uid].append(response.token)
+            if response.finish_reason:
+                caches[response.uid] = response.prompt_cache
+    return [tokens[uid] for uid in uids], [caches[uid] for uid in uids]
+
+
+def test_a_budget_reaches_requests_that_join_others(llama):
+    """What was generating before the budget stays whole, and nobody is disturbed."""
+    expected = {}
+    for policy in (mlx_sinks.SinkPolicy(), mlx_sinks.SinkPolicy(kv_budget=BUDGET)):
+        with mlx_sinks.patched(policy):
+            for prompt in (LONG, LONGER):
+                tokens, _ = finished(*started(llama, [prompt]))
+                expected[prompt, policy.kv_budget] = tokens[0]
+    generator, (first,) = started(llama, [LONG])
+    for _ in range(3):
+        before = [r.token for r in generator.next_generated()]
+    with mlx_sinks.patched(mlx_sinks.SinkPolicy(kv_budget=BUDGET)):
+        (second,) = generator.insert([llama.tokenizer.encode(LONGER)])
+        (rest, joined), caches = finished(generator, [first, second])
+    assert expected[LONG, None][2:] == before + rest
+    assert joined == expected[LONGER, BUDGET]
+    lengths = [len(llama.tokenizer.encode(p)) for p in (LONG, LONGER)]
+    for length, cache in zip(lengths, caches):
+        assert {c.offset for c in cache} == {length + MAX_TOKENS}
+    assert {c.dropped for c in caches[1]} == {lengths[1] - 1 - BUDGET}
+
+
+def test_a_batch_with_nothing_to_read(llama, budget):
+    """Caches trimmed to nothing, and a sequence that only its last token is new of."""
+    whole = make_prompt_cache(llama.model)
+    llama.model(mx.array([llama.tokenizer.encode(LONG)]), cache=whole)
+    trimmed = copy.deepcopy(whole)
+    for cache in trimmed:
+        cache.trim(cache.offset)
+    generator = BatchGenerator(llama.model, max_tokens=4)
+    uids = generator.insert([[65], [65, 66]], caches=[trimmed, None])
+    uids += generator.insert([llama.tokenizer.encode(LONGER)])
+    _, caches = finished(generator, uids)
+    offsets = [1 + 4, 2 + 4, len(llama.tokenizer.encode(LONGER)) + 4]
+    assert [{c.offset for c in cache} for cache in caches] == [{n} for n in offsets]
 
 
 def test_layers_that_no_budget_reaches_are_named(llama, budget):
@@ -203,13 +315,15 @@ def test_a_short_prompt_is_not_touched(llama):
     assert ours.without_figures().stdout == stock.without_figures().stdout
 
 
-def test_a_module_run_as_a_script_is_refused(llama):
-    outcome = generated(
-        llama, sys.executable, "-m", "mlx_lm.generate", MLX_SINKS=SETTING
-    )
+@pytest.mark.parametrize("flags", ["-m mlx_lm.generate", "-u -mmlx_lm.generate"])
+def test_a_module_run_as_a_script_is_refused(llama, flags):
+    outcome = generated(llama, sys.executable, *flags.split(), MLX_SINKS=SETTING)
     assert outcome.status != 0
     (line,) = outcome.ours
     assert "use the command mlx_lm.generate" in line
+
+
+def test_the_package_run_as_a_script_is_reached(llama):
     by_name = generated(
         llama, sys.executable, "-m", "mlx_lm", "generate", MLX_SINKS=SETTING
     )
