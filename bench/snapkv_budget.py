@@ -11,7 +11,8 @@ Each prompt is read once; copies of its caches are compacted to every budget, in
 
 The perplexity is that of the text's next tokens, teacher-forced, over several stretches
 of the text. A passkey counts where all of its digits would be said, at five depths.
-Decode speeds are ratios to the full cache's in the same round.
+Decode speeds are ratios to the full cache's in the same round. Last, the shortest
+prompt is read in steps of several sizes, to see whether the same rows are kept.
 """
 
 from __future__ import annotations
@@ -69,10 +70,17 @@ def main() -> int:
     add("--prompts", type=count, nargs="+", default=[1024, 4096], help="tokens of each")
     add("--budgets", type=count, nargs="+", default=[16, 32, 64, 128, 256, 512])
     add("--tokens", type=count, default=256, help="predicted after each prompt")
-    add("--stretches", type=count, default=6, help="of the text, evenly apart")
-    add("--keys", type=whole, default=4, help="passkeys at each depth")
+    add("--stretches", type=whole, default=4, help="of the text, evenly apart")
+    add("--keys", type=whole, default=3, help="passkeys at each depth")
     add("--rounds", type=whole, default=7, help="of decode speed")
     add("--steps", type=count, default=16, help="tokens decoded in a round")
+    add(
+        "--chunks",
+        type=count,
+        nargs="*",
+        default=[1, 64, 512, 2048],
+        help="tokens of a step, to be compared",
+    )
     add("--seed", type=seed, default=0, help="of the passkeys")
     add("--trust-remote-code", action="store_true", help="as upstream's")
     add("--json", action="store_true", help="print JSON, no table")
@@ -119,9 +127,11 @@ def measure(options: argparse.Namespace) -> dict:
                     "tokens": tokens,
                     "perplexity": bench.perplexities(stretches),
                     "passkeys": bench.passkeys(ids[starts[0] :][:tokens]),
-                    "held": bench.held(ids[:tokens]),
+                    "held": bench.held(ids[:tokens]) if options.rounds else [],
                 }
             )
+            if tokens == min(options.prompts):
+                chunks = bench.by_chunk(ids[:tokens], options.chunks)
     return {
         "model": options.model,
         **source,
@@ -132,6 +142,7 @@ def measure(options: argparse.Namespace) -> dict:
         "seed": options.seed,
         **environment(),
         "prompts": prompts,
+        "chunks": chunks,
     }
 
 
@@ -160,8 +171,42 @@ class Bench:
     options: argparse.Namespace
     progress: Progress
 
-    def read(self, prompt: list[int], what: str) -> list[Any]:
-        """Caches of all but a prompt's last token, whole, and ready to be compacted."""
+    def by_chunk(self, prompt: list[int], chunks: list[int]) -> list[dict]:
+        """Reading in steps of several sizes, beside the largest."""
+        rows, budget = [], self.budgets[-1]
+        for chunk in sorted(chunks, reverse=True):
+            caches = self.read(prompt, f"steps of {chunk}", budget, chunk)
+            held = max(cache.size() for cache in caches)
+            keys = [np.array(cache.rows()[0].astype(mx.float32)) for cache in caches]
+            logits = self.model(mx.array([prompt[-1:]]), cache=caches)
+            logits = np.array(logits.astype(mx.float32))
+            if not rows:
+                first = keys, logits
+            # Rounding moves a key by far less than another token's differs.
+            near = [
+                np.abs(a - b).max(axis=-1) < 0.01 * np.abs(b).max()
+                for a, b in zip(keys, first[0])
+            ]
+            rows.append(
+                {
+                    "chunk": chunk,
+                    "budget": budget,
+                    "tokens": len(prompt) - 1,
+                    "rows": held,
+                    "same_rows": float(np.mean(near)),
+                    "logits_differ": float(np.abs(logits - first[1]).max()),
+                }
+            )
+        return rows
+
+    def read(
+        self,
+        prompt: list[int],
+        what: str,
+        budget: int | None = None,
+        chunk: int = 512,
+    ) -> list[Any]:
+        """Caches of all but a prompt's last token, by default ready to be compacted."""
         task = self.progress.add_task(f"{what}, {self.tokens} tokens", total=None)
 
         def step(read, total):
@@ -170,8 +215,8 @@ class Bench:
         caches = mlx_sinks.compact_prompt_cache(
             self.model,
             prompt[:-1],
-            budget=len(prompt),
-            prefill_step_size=512,
+            budget=budget or len(prompt),
+            prefill_step_size=chunk,
             prompt_progress_callback=step,
         )
         self.progress.remove_task(task)
@@ -292,8 +337,8 @@ class Bench:
                 "budget": budget,
                 "bytes": bytes_held[budget],
                 "times_full_bytes": bytes_held[budget] / bytes_held[None],
-                "tokens_per_second": median(speeds[budget]),
-                "times_full_speed": median(
+                "tokens_per_second": statistics.median(speeds[budget]),
+                "times_full_speed": statistics.median(
                     [a / b for a, b in zip(speeds[budget], speeds[None])]
                 ),
             }
@@ -308,13 +353,25 @@ def still_held(first: mx.array, cache: Any) -> float:
     return equal.any(axis=-2).sum(axis=-1).mean().item()
 
 
-def median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 def show(result: dict, console: Console) -> None:
     for prompt in result["prompts"]:
         show_prompt(result, prompt, console)
+    if rows := result["chunks"]:
+        view = Table(
+            title=f"{rows[0]['tokens']:,} tokens in steps, compacted to "
+            f"{rows[0]['budget']} rows",
+            caption=f"beside steps of {rows[0]['chunk']:,}",
+        )
+        for heading in ("step", "rows held", "same rows", "logits differ by"):
+            view.add_column(heading, justify="right")
+        for row in rows:
+            view.add_row(
+                f"{row['chunk']:,}",
+                str(row["rows"]),
+                f"{row['same_rows']:.6f}",
+                f"{row['logits_differ']:.1e}",
+            )
+        console.print(view)
 
 
 def show_prompt(result: dict, prompt: dict, console: Console) -> None:
@@ -324,7 +381,38 @@ def show_prompt(result: dict, prompt: dict, console: Console) -> None:
             rows.setdefault(row["budget"], {})[row.get("arm")] = row
         return rows
 
-    perplexity = by_budget("perplexity")
+    if prompt["perplexity"]:
+        show_perplexity(result, prompt, by_budget("perplexity"), console)
+    if prompt["passkeys"]:
+        view = Table(title="Passkeys said, by depth", caption="the mean of depths last")
+        for heading in ("budget", "arm", *(f"{depth:.0%}" for depth in DEPTHS), "mean"):
+            view.add_column(heading, justify="left" if heading == "arm" else "right")
+        for budget, row in by_budget("passkeys").items():
+            for arm, figures in row.items():
+                cells = [*figures["depths"], np.mean(figures["depths"])]
+                view.add_row(
+                    str(budget or "all"), arm, *(f"{cell:.2f}" for cell in cells)
+                )
+        console.print(view)
+    if not prompt["held"]:
+        return
+    view = Table(title="Held after the prompt, and decoding from there")
+    for heading in ("budget", "MiB", "of full", "tokens/s", "times full"):
+        view.add_column(heading, justify="right")
+    for row in prompt["held"]:
+        view.add_row(
+            str(row["budget"] or "all"),
+            f"{row['bytes'] / 2**20:.2f}",
+            f"{row['times_full_bytes']:.3f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['times_full_speed']:.2f}",
+        )
+    console.print(view)
+
+
+def show_perplexity(
+    result: dict, prompt: dict, perplexity: dict, console: Console
+) -> None:
     (full,) = perplexity.pop(None).values()
     view = Table(
         title=f"{prompt['tokens']:,} tokens: perplexity of the next "
@@ -344,30 +432,6 @@ def show_prompt(result: dict, prompt: dict, console: Console) -> None:
             cells.append(f"{mean:.3f} ({min(each):.3f}-{max(each):.3f})")
         kept = " / ".join(f"{row[arm]['sinks_kept']:.2f}" for arm in ARMS)
         view.add_row(str(budget), *cells, kept)
-    console.print(view)
-    if prompt["passkeys"]:
-        view = Table(title="Passkeys said, by depth", caption="the mean of depths last")
-        for heading in ("budget", "arm", *(f"{depth:.0%}" for depth in DEPTHS), "mean"):
-            view.add_column(heading, justify="left" if heading == "arm" else "right")
-        for budget, row in by_budget("passkeys").items():
-            for arm, figures in row.items():
-                cells = [*figures["depths"], np.mean(figures["depths"])]
-                view.add_row(
-                    str(budget or "all"), arm, *(f"{cell:.2f}" for cell in cells)
-                )
-        console.print(view)
-    view = Table(title="Held after the prompt, and decoding from there")
-    for heading in ("budget", "MiB", "of full", "tokens/s", "times full"):
-        view.add_column(heading, justify="right")
-    for row in prompt["held"]:
-        speed = row["tokens_per_second"]
-        view.add_row(
-            str(row["budget"] or "all"),
-            f"{row['bytes'] / 2**20:.2f}",
-            f"{row['times_full_bytes']:.3f}",
-            "" if speed is None else f"{speed:.1f}",
-            "" if speed is None else f"{row['times_full_speed']:.2f}",
-        )
     console.print(view)
 
 

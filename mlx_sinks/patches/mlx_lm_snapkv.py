@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
+
 from ..eviction.compact_cache import BatchCompactCache, CompactCache
 from ..eviction.compaction import (
     compact,
@@ -59,6 +61,14 @@ class SnapKVPatch(FunctionsPatch):
             found = inspect.signature(self._upstream(holder, name)).parameters
             if missing := [each for each in names if each not in found]:
                 return f"{function} doesn't take {', '.join(missing)}"
+        read = _Steps()
+        prompt = mx.arange(5)
+        steps = self._upstream(module, "generate_step")(
+            prompt, read, max_tokens=1, prefill_step_size=3, prompt_cache=[]
+        )
+        next(steps)
+        if read.steps[:3] != [3, 1, 1]:
+            return f"a prompt of 5 tokens is read in steps of {read.steps}"
         return None
 
     def faults(self, module: ModuleType) -> list[str]:
@@ -182,6 +192,17 @@ class SnapKVPatch(FunctionsPatch):
         caches, rest = upstream(shelf, model, tokens)
         _shelve(caches or [], False)
         return caches, rest
+
+
+class _Steps:
+    """A model that notes how many tokens each call brings."""
+
+    def __init__(self):
+        self.steps: list[int] = []
+
+    def __call__(self, inputs, cache):
+        self.steps.append(inputs.shape[1])
+        return mx.zeros((*inputs.shape, 2))
 
 
 # What ours hand on to upstream's functions, or read.
