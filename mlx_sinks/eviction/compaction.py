@@ -6,7 +6,8 @@ import copy
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -175,19 +176,16 @@ class _Reading:
             self._done(cache, self._method)
 
 
-class listening:
+@contextmanager
+def listening(caches: list[Any], window: int) -> Iterator[None]:
     """Have caches keep the newest queries for a block."""
-
-    def __init__(self, caches: list[Any], window: int):
-        self._caches = [cache for cache in caches if isinstance(cache, _KINDS)]
-        self._window = window
-
-    def __enter__(self):
-        for cache in self._caches:
-            cache.listen(self._window)
-
-    def __exit__(self, *_):
-        for cache in self._caches:
+    ours = [cache for cache in caches if isinstance(cache, _KINDS)]
+    for cache in ours:
+        cache.listen(window)
+    try:
+        yield
+    finally:
+        for cache in ours:
             cache.listen(None)
 
 
