@@ -253,7 +253,7 @@ class Bench:
                     compacted = copy.deepcopy(caches)
                 loss = self.losses(stretch[self.tokens - 1 :], compacted)
                 losses.setdefault((arm, budget), []).append(loss.mean())
-        full = losses["full", None]
+        full = losses.get(("full", None), [])
         return [
             {
                 "arm": arm,

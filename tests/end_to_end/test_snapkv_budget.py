@@ -111,7 +111,7 @@ def test_table_and_picture(outcome):
     [
         ("--budgets 180", "a prompt of 180 tokens isn't compacted to 180 rows"),
         ("--skip 600", "tokens there, not 200"),
-        ("--stretches 0", "--stretches: a whole number >= 1"),
+        ("--tokens 0", "--tokens: a whole number >= 1"),
         ("--model nowhere", "can't load nowhere"),
     ],
 )
