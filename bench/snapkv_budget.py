@@ -150,7 +150,7 @@ def measure(options: argparse.Namespace) -> dict:
 class WithoutSinks(mlx_sinks.SnapKV):
     """Whatever their scores, the first tokens aren't kept."""
 
-    def columns(self, scores, left_padding=None):
+    def columns(self, scores):
         kept = mlx_sinks.snapkv_keep_columns(
             scores[..., SINKS:],
             self.budget,
@@ -227,7 +227,7 @@ class Bench:
 
     def arms(self, caches: list[Any]):
         """Each arm's name, its budget, and a copy of the caches compacted for it."""
-        yield "full", None, caches
+        yield "full", None, copy.deepcopy(caches)
         for budget in self.budgets:
             methods = (
                 mlx_sinks.SnapKV(budget),
@@ -249,8 +249,6 @@ class Bench:
             for arm, budget, compacted in self.arms(caches):
                 kept = [still_held(*pair) for pair in zip(first, compacted)]
                 sinks.setdefault((arm, budget), []).append(np.mean(kept))
-                if arm == "full":
-                    compacted = copy.deepcopy(caches)
                 loss = self.losses(stretch[self.tokens - 1 :], compacted)
                 losses.setdefault((arm, budget), []).append(loss.mean())
         full = losses.get(("full", None), [])
@@ -286,7 +284,6 @@ class Bench:
                 prompt = rest[:cut] + told + rest[cut:] + question
                 caches = self.read(prompt, f"passkey at {depth:.0%}")
                 for arm, budget, compacted in self.arms(caches):
-                    compacted = copy.deepcopy(compacted)
                     tokens = mx.array([prompt[-1:] + answer])
                     logits = self.model(tokens[:, :-1], cache=compacted)
                     right = mx.argmax(logits, axis=-1) == tokens[:, 1:]

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as upstream
 
+from .own_cache import OwnCache, integers, register
 from .snapkv import SnapKV, window_scores
 
 
@@ -67,7 +68,7 @@ class _Listening:
     steps: list[int] = field(default_factory=list)
 
 
-class _Compact(upstream._BaseCache):
+class _Compact(OwnCache):
     """An upstream cache for the rows, and what is known of each sequence.
 
     A view made by ``observation.observed`` calls ``observe`` with what its attention
@@ -307,13 +308,6 @@ class CompactCache(_Compact):
         self.attention = _Attention(scale, sinks)
 
     @classmethod
-    def from_state(cls, state, meta_state=None):
-        """As upstream's; mlx-lm 0.31 gives a ``meta_state``, which is always empty."""
-        cache = cls.__new__(cls)
-        cache.state = state
-        return cache
-
-    @classmethod
     def merge(cls, caches: list[Any]) -> BatchCompactCache:
         """One cache of several sequences."""
         return BatchCompactCache.merge(caches)
@@ -344,10 +338,10 @@ class BatchCompactCache(_Compact):
             left_padding=left_padding, lengths=lengths, right_padding=right_padding
         )
         if left_padding is not None:
-            for sequence, padding in zip(self._sequences, _integers(left_padding)):
+            for sequence, padding in zip(self._sequences, integers(left_padding)):
                 sequence.fed -= padding
         if right_padding is not None and lengths is not None:
-            self._coming = _integers(lengths)
+            self._coming = integers(lengths)
 
     def finalize(self) -> None:
         """The prompts' padding on the right is over."""
@@ -374,7 +368,7 @@ class BatchCompactCache(_Compact):
     def filter(self, batch_indices: Any) -> None:
         """Keep these sequences only, in this order."""
         self._rows.filter(batch_indices)
-        self._sequences = [self._sequences[i] for i in _integers(batch_indices)]
+        self._sequences = [self._sequences[i] for i in integers(batch_indices)]
 
     @classmethod
     def of(cls, rows: upstream.BatchKVCache) -> BatchCompactCache:
@@ -424,10 +418,4 @@ class BatchCompactCache(_Compact):
         raise ValueError("a batch of compacted caches is saved a sequence at a time")
 
 
-def _integers(numbers: Any) -> list[int]:
-    return numbers.tolist() if isinstance(numbers, mx.array) else list(numbers)
-
-
-# upstream.load_prompt_cache looks its classes up by name among that module's own.
-for _kind in (CompactCache, BatchCompactCache):
-    vars(upstream).setdefault(_kind.__name__, _kind)
+register(CompactCache, BatchCompactCache)

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models import cache as upstream
 
+from .own_cache import OwnCache, integers, register
 from .rotation import Rotation
 from .window import EMPTY, Window
 
@@ -16,7 +16,7 @@ from .window import EMPTY, Window
 REBASE_AT = 16_384
 
 
-class SinkCache(upstream._BaseCache):
+class SinkCache(OwnCache):
     """One layer's keys and values of the sinks and of the newest tokens.
 
     For one sequence; ``merge`` makes a ``BatchSinkCache`` of several. The query at
@@ -365,13 +365,6 @@ class SinkCache(upstream._BaseCache):
             self._originals = originals[0] if originals else None
 
     @classmethod
-    def from_state(cls, state, meta_state=None):
-        """As upstream's; mlx-lm 0.31 gives a ``meta_state``, which is always empty."""
-        cache = cls.__new__(cls)
-        cache.state = state
-        return cache
-
-    @classmethod
     def merge(cls, caches: list[SinkCache]) -> BatchSinkCache:
         """One cache of several sequences."""
         return BatchSinkCache.merge(caches)
@@ -413,10 +406,10 @@ class BatchSinkCache(SinkCache):
         if left_padding is not None:
             if self.keys is not None:
                 raise ValueError("padding on the left goes before a sequence's start")
-            padding = _integers(left_padding)
+            padding = integers(left_padding)
             self._seen = [seen - pad for seen, pad in zip(self._seen, padding)]
-        if right_padding is not None and max(_integers(right_padding)) > 0:
-            lengths = _integers(lengths)
+        if right_padding is not None and max(integers(right_padding)) > 0:
+            lengths = integers(lengths)
             self._ends = [seen + n for seen, n in zip(self._seen, lengths)]
 
     def finalize(self) -> None:
@@ -427,7 +420,7 @@ class BatchSinkCache(SinkCache):
 
     def filter(self, batch_indices: Any) -> None:
         """Keep these sequences only, in this order."""
-        kept = _integers(batch_indices)
+        kept = integers(batch_indices)
 
         def chosen(rows):
             return rows and [rows[index] for index in kept]
@@ -505,10 +498,6 @@ def _rows(columns: np.ndarray) -> mx.array:
     return mx.array(columns.astype(np.int32)[:, None, :, None])
 
 
-def _integers(numbers: Any) -> list[int]:
-    return numbers.tolist() if isinstance(numbers, mx.array) else list(numbers)
-
-
 def _arrays(cache: SinkCache) -> tuple[mx.array | None, ...]:
     return cache.keys, cache.values, cache._originals
 
@@ -531,6 +520,4 @@ def _stacked(rows: list[mx.array | None], sizes: list[int]) -> mx.array | None:
     return mx.concatenate(padded, axis=0)
 
 
-# upstream.load_prompt_cache looks its classes up by name among that module's own.
-for _kind in (SinkCache, BatchSinkCache):
-    vars(upstream).setdefault(_kind.__name__, _kind)
+register(SinkCache, BatchSinkCache)

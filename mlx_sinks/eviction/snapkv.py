@@ -56,15 +56,17 @@ class SnapKV:
     kernel: int = 7
 
     def __post_init__(self):
-        least = {"budget": 1, "window": 1, "kernel": 1}
-        of = {"budget": "rows", "window": "queries", "kernel": "rows"}
-        for name in (*least, "sink_tokens", "recent_tokens", "min_tokens"):
-            value = getattr(self, name)
-            if name == "recent_tokens" and value is None:
-                value = max(1, self.budget // 8)
-            unit = of.get(name, "tokens")
-            count = whole_number(name, value, least.get(name, 0), unit)
+        def check(name, least=0, of="tokens"):
+            count = whole_number(name, getattr(self, name), least, of)
             object.__setattr__(self, name, count)
+
+        check("budget", 1, "rows")
+        check("window", 1, "queries")
+        check("kernel", 1, "rows")
+        if self.recent_tokens is None:
+            object.__setattr__(self, "recent_tokens", max(1, self.budget // 8))
+        for name in ("sink_tokens", "recent_tokens", "min_tokens"):
+            check(name)
 
     def covers(self, rows: int, tokens: int | None = None) -> bool:
         """Whether that many rows all stay, held of ``tokens`` by default as many."""
@@ -80,14 +82,13 @@ class SnapKV:
         sinks = min(sinks, self.budget)
         return sinks, min(self.recent_tokens, self.budget - sinks)
 
-    def columns(self, scores: mx.array, left_padding: mx.array | None = None):
+    def columns(self, scores: mx.array) -> mx.array:
         """``snapkv_keep_columns`` of these settings."""
         return snapkv_keep_columns(
             scores,
             self.budget,
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
-            left_padding=left_padding,
             guarantee_sinks=self.guarantee_sinks,
         )
 
@@ -139,9 +140,8 @@ def snapkv_keep_indices(
         return tuple(range(T))
     sinks, recent = method.floor
     first, last = sinks, T - recent
-    middle = np.nan_to_num(
-        scores[first:last], nan=-np.inf, posinf=np.inf, neginf=-np.inf
-    )
+    middle = scores[first:last]
+    middle = np.where(np.isnan(middle), -np.inf, middle)
     kept = np.zeros(T, bool)
     kept[:first] = kept[last:] = True
     if free := method.budget - sinks - recent:

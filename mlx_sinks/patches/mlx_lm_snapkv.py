@@ -109,10 +109,7 @@ class SnapKVPatch(FunctionsPatch):
     def _generate_step(self, upstream, prompt, model, *arguments, **named):
         if method := self._method():
             _refuse_to_quantise(named)
-            caches = named.get("prompt_cache")
-            if caches is None:
-                caches = _make(model, named.get("max_kv_size"))
-            caches = named["prompt_cache"] = _as_list(caches)
+            caches = _caches(named, model)
             model = self._compacting(model, caches, method, prompt, named)
         return upstream(prompt, model, *arguments, **named)
 
@@ -121,10 +118,7 @@ class SnapKVPatch(FunctionsPatch):
     ):
         if method := self._method():
             _refuse_to_quantise(named)
-            caches = named.get("prompt_cache")
-            if caches is None:
-                caches = _make(model) + _make(draft_model)
-            caches = named["prompt_cache"] = _as_list(caches)
+            caches = _caches(named, model, draft_model)
             # Upstream divides them so.
             own, drafts = caches[: len(model.layers)], caches[len(model.layers) :]
             model = self._compacting(model, own, method, prompt, named)
@@ -182,9 +176,7 @@ class SnapKVPatch(FunctionsPatch):
     def _insert_cache(self, upstream, shelf, model, tokens, prompt_cache, **named):
         # A prompt as it is before its last token; the system's serves other questions.
         if (method := self._method()) and named.get("cache_type") != "system":
-            for cache in prompt_cache:
-                if isinstance(cache, CompactCache) and cache.observed:
-                    cache.compact(method)
+            compact(prompt_cache, method)
         _shelve(prompt_cache, True)
         return upstream(shelf, model, tokens, prompt_cache, **named)
 
@@ -215,13 +207,15 @@ _ARGUMENTS = {
 }
 
 
-def _make(model: Any, max_kv_size: int | None = None) -> list[Any]:
-    return sys.modules["mlx_lm.models.cache"].make_prompt_cache(model, max_kv_size)
-
-
-def _as_list(caches: Any) -> list[Any]:
-    """As it is where it can be updated in place, as upstream does."""
-    return caches if isinstance(caches, list) else list(caches)
+def _caches(named: dict[str, Any], *models: Any) -> list[Any]:
+    """The prompt cache given, or a new one, as a list to be updated in place."""
+    caches = named.get("prompt_cache")
+    if caches is None:
+        make = sys.modules["mlx_lm.models.cache"].make_prompt_cache
+        size = named.get("max_kv_size")
+        caches = [cache for model in models for cache in make(model, size)]
+    named["prompt_cache"] = caches if isinstance(caches, list) else list(caches)
+    return named["prompt_cache"]
 
 
 def _refuse_to_quantise(named: dict[str, Any]) -> None:

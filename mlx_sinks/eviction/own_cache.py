@@ -1,0 +1,29 @@
+"""What caches of ours need to stand beside mlx-lm's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as upstream
+
+
+class OwnCache(upstream._BaseCache):
+    """A cache that mlx-lm can save and load on every supported release."""
+
+    @classmethod
+    def from_state(cls, state, meta_state=None):
+        """As upstream's; mlx-lm 0.31 gives a ``meta_state``, which is always empty."""
+        cache = cls.__new__(cls)
+        cache.state = state
+        return cache
+
+
+def register(*kinds: type) -> None:
+    """upstream.load_prompt_cache looks classes up by name among its module's own."""
+    for kind in kinds:
+        vars(upstream).setdefault(kind.__name__, kind)
+
+
+def integers(numbers: Any) -> list[int]:
+    return numbers.tolist() if isinstance(numbers, mx.array) else list(numbers)
