@@ -172,6 +172,13 @@ def write_llama_folder(folder: Path, **facts) -> Path:
     return save_folder(folder, {**LLAMA, **facts}, make_llama(**facts))
 
 
+def only_letters(tokenizer) -> dict[int, float]:
+    """A bias to printable ASCII: then text and tokens tell the same."""
+    shown = [tokenizer.decode([token]) for token in range(260)]
+    plain = [len(t) == 1 and t.isascii() and t.isprintable() for t in shown]
+    return {token: -1e4 for token, keep in enumerate(plain) if not keep}
+
+
 def save_folder(
     folder: Path, facts: dict, model: nn.Module, left_out: tuple[str, ...] = ()
 ) -> Path:

@@ -37,10 +37,7 @@ class Model:
 
     @property
     def only_letters(self):
-        """A bias to printable ASCII: then text and tokens tell the same."""
-        shown = [self.tokenizer.decode([token]) for token in range(260)]
-        plain = [len(t) == 1 and t.isascii() and t.isprintable() for t in shown]
-        return {token: -1e4 for token, keep in enumerate(plain) if not keep}
+        return small_models.only_letters(self.tokenizer)
 
     def after(self, prompt, caches):
         """What follows a prompt whose tokens but the last are in the caches."""

@@ -35,10 +35,7 @@ class Model:
 
     @property
     def only_letters(self) -> dict[int, float]:
-        """A bias to printable ASCII: then text and tokens tell the same."""
-        shown = [self.tokenizer.decode([token]) for token in range(260)]
-        plain = [len(t) == 1 and t.isascii() and t.isprintable() for t in shown]
-        return {token: -1e4 for token, keep in enumerate(plain) if not keep}
+        return small_models.only_letters(self.tokenizer)
 
     def alone(self, prompt, policy):
         """The text of one prompt, generated in this process."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mlx_lm import stream_generate
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import (
     KVCache,
@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
 import processes
 import small_models
 import window_oracle
+from batches import batch_tokens
 from mlx_sinks import (
     BatchCompactCache,
     CompactCache,
@@ -932,20 +933,6 @@ def test_any_life_of_a_batch(data):
 def alone_tokens(model, prompt, cache, count):
     steps = generate_step(mx.array(prompt), model, max_tokens=count, prompt_cache=cache)
     return [int(token) for token, _ in steps]
-
-
-def batch_tokens(model, prompts, caches, count, **named):
-    """The tokens and the last caches that mlx-lm's batches give."""
-    generator = BatchGenerator(model, **named)
-    uids = generator.insert(prompts, max_tokens=[count] * len(prompts), caches=caches)
-    got, left = {uid: [] for uid in uids}, {}
-    while responses := generator.next_generated():
-        for response in responses:
-            got[response.uid].append(int(response.token))
-            if response.finish_reason:
-                left[response.uid] = response.prompt_cache
-    generator.close()
-    return [got[uid] for uid in uids], [left[uid] for uid in uids]
 
 
 @pytest.mark.parametrize("together", [1, 2, 8])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import stream_generate
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.models import internlm3, llama
 from mlx_lm.models.cache import (
     RotatingKVCache,
@@ -24,6 +24,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
 import small_models
 import window_oracle
+from batches import batch_tokens
 from mlx_sinks import BatchSinkCache, SinkCache, make_sink_cache
 from mlx_sinks.eviction import sink_cache
 
@@ -927,20 +928,6 @@ def test_ragged_logits_equal_those_alone(chunk, side):
     decode([0], 0)
     for i, row in enumerate(ours):
         np.testing.assert_allclose(row, expected[i][: len(row)], rtol=1e-3, atol=2e-4)
-
-
-def batch_tokens(model, prompts, caches, count, **named):
-    """The tokens and the last caches that mlx-lm's batches give."""
-    generator = BatchGenerator(model, **named)
-    uids = generator.insert(prompts, max_tokens=[count] * len(prompts), caches=caches)
-    got, left = {uid: [] for uid in uids}, {}
-    while responses := generator.next_generated():
-        for response in responses:
-            got[response.uid].append(int(response.token))
-            if response.finish_reason:
-                left[response.uid] = response.prompt_cache
-    generator.close()
-    return [got[uid] for uid in uids], [left[uid] for uid in uids]
 
 
 @pytest.mark.parametrize("together", [1, 2, 8])
