@@ -20,9 +20,9 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 
 import mlx_sinks
-from mlx_sinks.probing.text import MANUAL, text_ids
+from mlx_sinks.measuring.text import MANUAL, text_ids
 
-TEXT = Path(__file__).parent / "smollm2_dsa" / "text.txt"
+TEXT = Path(__file__).parent / "smollm2" / "text.txt"
 
 
 class HelpFormatter(

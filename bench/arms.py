@@ -13,7 +13,7 @@ from mlx_lm.models.deepseek_v32 import Indexer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_sinks
-from mlx_sinks.loading import load_model
+from mlx_sinks.upstream.loading import load_model
 
 ARMS = ("stock", "sinks", "dense")
 

@@ -28,8 +28,8 @@ from rich.table import Table
 
 from arguments import TEXT, HelpFormatter, add_output, count, put_out, seed
 from blas import with_fast_blas
-from mlx_sinks.probing.repetition import repetition
-from smollm2_dsa.build import build
+from mlx_sinks.measuring.repetition import repetition
+from smollm2.build import build
 
 INDEX_TOPK = 128
 CONTEXT = 8192

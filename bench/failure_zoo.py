@@ -35,7 +35,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 import mlx_sinks
-import zoo
 from arguments import (
     HelpFormatter,
     add_output,
@@ -53,9 +52,10 @@ from arguments import (
 from arms import arms, dense, indexers
 from blas import restart_with_fast_blas
 from generation import generate, text_losses
-from mlx_sinks.probing.repetition import repetition
+from mlx_sinks.measuring.repetition import repetition
 from perplexity import perplexity_past, probed, token_losses
-from smollm2_dsa.build import INDEXER_WEIGHTS, TRAINED
+from smollm2 import zoo
+from smollm2.build import INDEXER_WEIGHTS, TRAINED
 
 MEASURES = {
     "perplexity": ("perplexity", "{:.2f}"),

@@ -21,7 +21,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 import mlx_sinks
-import zoo
 from arguments import (
     HelpFormatter,
     add_output,
@@ -34,6 +33,7 @@ from arms import dense, indexers
 from blas import restart_with_fast_blas
 from failure_zoo import add_zoo, cases, read_text
 from perplexity import perplexity_past, token_losses
+from smollm2 import zoo
 
 KINDS = ("random", "RoPE flipped", "trained", "shared by four")
 

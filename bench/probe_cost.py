@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from arguments import HelpFormatter, add_output, count, environment, put_out, run
-from mlx_sinks import SinkPolicy, selection
+from mlx_sinks import SinkPolicy
+from mlx_sinks.sparse import selection
 
 INDEX_TOPK = 2048
 HOOK = r"    if \(listener := .*\n        .*_heard\(.*\n"

@@ -4,7 +4,7 @@
 
 One greedy text and several sampled ones per arm, with the same weights in one process,
 in blocks of tokens. End-of-text tokens are never picked, so that all texts are equally
-long. Measures (of mlx_sinks.probing.repetition, but for the last):
+long. Measures (of mlx_sinks.measuring.repetition, but for the last):
 
   repeats 4, 8  share of tokens inside a 4-gram (8-gram) that stands earlier in the text
   distinct      distinct tokens of the block over its tokens
@@ -48,7 +48,7 @@ from arguments import (
 from arms import ARMS, arms, dense, indexers, load
 from blas import restart_with_fast_blas
 from generation import generate, text_losses
-from mlx_sinks.probing.repetition import repetition
+from mlx_sinks.measuring.repetition import repetition
 
 PROMPT = "Tell me the history of a small harbour town, from its beginnings until today."
 MEASURES = {

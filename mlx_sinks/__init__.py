@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from ._version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from .checkpoint import CheckpointError
-    from .eviction.compact_cache import BatchCompactCache, CompactCache
-    from .eviction.compaction import CompactPromptCache, compact_prompt_cache
-    from .eviction.prompt_cache import make_sink_cache
-    from .eviction.sink_cache import BatchSinkCache, SinkCache
-    from .eviction.snapkv import SnapKV, snapkv_keep_columns, snapkv_keep_indices
+    from .budgets.compact_cache import BatchCompactCache, CompactCache
+    from .budgets.compaction import CompactPromptCache, compact_prompt_cache
+    from .budgets.snapkv import SnapKV, snapkv_keep_columns, snapkv_keep_indices
+    from .patches.patch import PatchError
     from .patches.registry import (
         PatchReport,
         apply,
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
         patched,
         uninstall,
     )
-    from .patches.upstreams import PatchError
     from .policy import PolicyError, SinkPolicy
     from .probing.recorder import ProbeError, Recording, probe
-
-__version__ = "0.1.0"
+    from .sparse.schedule import CheckpointError
+    from .windows.prompt_cache import make_sink_cache
+    from .windows.sink_cache import BatchSinkCache, SinkCache
 
 _HOMES = {
-    "BatchCompactCache": "eviction.compact_cache",
-    "CompactCache": "eviction.compact_cache",
-    "CompactPromptCache": "eviction.compaction",
-    "compact_prompt_cache": "eviction.compaction",
-    "SnapKV": "eviction.snapkv",
-    "snapkv_keep_columns": "eviction.snapkv",
-    "snapkv_keep_indices": "eviction.snapkv",
-    "CheckpointError": "checkpoint",
-    "BatchSinkCache": "eviction.sink_cache",
-    "SinkCache": "eviction.sink_cache",
+    "BatchCompactCache": "budgets.compact_cache",
+    "CompactCache": "budgets.compact_cache",
+    "CompactPromptCache": "budgets.compaction",
+    "compact_prompt_cache": "budgets.compaction",
+    "SnapKV": "budgets.snapkv",
+    "snapkv_keep_columns": "budgets.snapkv",
+    "snapkv_keep_indices": "budgets.snapkv",
+    "CheckpointError": "sparse.schedule",
+    "BatchSinkCache": "windows.sink_cache",
+    "SinkCache": "windows.sink_cache",
     "SinkPolicy": "policy",
     "PolicyError": "policy",
-    "PatchError": "patches.upstreams",
+    "PatchError": "patches.patch",
     "PatchReport": "patches.registry",
     "ProbeError": "probing.recorder",
     "Recording": "probing.recorder",
     "apply": "patches.registry",
     "install": "patches.registry",
-    "make_sink_cache": "eviction.prompt_cache",
+    "make_sink_cache": "windows.prompt_cache",
     "patched": "patches.registry",
     "probe": "probing.recorder",
     "uninstall": "patches.registry",

@@ -13,8 +13,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from .checkpoint import CheckpointError
 from .policy import VARIABLE, PolicyError, SinkPolicy, switched_off
+from .sparse.schedule import CheckpointError
 
 
 @functools.cache  # a virtual environment may process its .pth files twice
@@ -65,7 +65,7 @@ def _when_imported(name: str, act: Callable[[], object]) -> None:
 
 def _is_about_the_environment(error: BaseException | None) -> bool:
     """Ours, and told whole by its sentence: it names the variable to change."""
-    from .patches.upstreams import PatchError  # the registry needs mlx-lm
+    from .patches.patch import PatchError  # the registry needs mlx-lm
 
     ours = (CheckpointError, PatchError, PolicyError)
     return isinstance(error, ours) and VARIABLE in str(error)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from . import __version__
+from ._version import __version__
 from .policy import (
     ACCEPTED,
     PARSERS,

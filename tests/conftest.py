@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import mlx_sinks
 import oracle
-from mlx_sinks import indexer
+from mlx_sinks.sparse import indexer
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # On a CPU mlx compiles kernels into files, and loads one that another process has

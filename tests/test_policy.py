@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_selection import examples
 
 from mlx_sinks import PolicyError, SinkPolicy
-from test_selection import examples
 
 
 def read(value):

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from ..checkpoint import INTERLEAVES, whole
+from ..sparse.schedule import INTERLEAVES, whole
 
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(\w+)\.(\w+)")
 # What upstream's Indexer has; quantised projections have more.

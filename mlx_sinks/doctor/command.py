@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoint import SHARED, CheckpointError, indexer_interleaves
 from ..patches.registry import QUIET_VARIABLE, patched, versions
 from ..policy import TARGETS, SinkPolicy
 from ..probing.command import observe
 from ..probing.report import by_layer, labels, skill, suspects
+from ..sparse.schedule import SHARED, CheckpointError, indexer_interleaves
 from .checkpoint_files import Checkpoint, read_checkpoint
 from .diagnosis import (
     NOT_PROBED,

@@ -10,7 +10,8 @@ from typing import Any
 
 from mlx_lm.models.deepseek_v32 import Indexer
 
-from ..checkpoint import (
+from ..policy import TARGETS, VARIABLE, SinkPolicy
+from ..sparse.schedule import (
     FULL,
     INTERLEAVES,
     ROPE_KEY,
@@ -19,7 +20,6 @@ from ..checkpoint import (
     indexer_interleaves,
     indexer_schedule,
 )
-from ..policy import TARGETS, VARIABLE, SinkPolicy
 from .checkpoint_files import Checkpoint
 from .places import Place
 

@@ -15,11 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from packaging.version import Version
 
-from ..columns import forced_columns
-from ..indexer import Dialect, indexer_forward
 from ..policy import SinkPolicy
-from ..selection import is_heard
-from .upstreams import random_state_kept, replaced_by_others
+from ..sparse.columns import forced_columns
+from ..sparse.indexer import Dialect, indexer_forward
+from ..sparse.selection import is_heard
+from .patch import random_state_kept, replaced_by_others
 
 # Nothing forced and nothing computed otherwise: upstream's own selection.
 UPSTREAM = SinkPolicy(0, 0, scoring="upstream")

@@ -13,9 +13,9 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
-from ..checkpoint import K_NORM_EPS, ROPE_KEY, indexer_interleaves
 from ..policy import SinkPolicy
-from .upstreams import FunctionsPatch, random_state_kept
+from ..sparse.schedule import K_NORM_EPS, ROPE_KEY, indexer_interleaves
+from .patch import FunctionsPatch, random_state_kept
 
 
 class FidelityPatch(FunctionsPatch):

@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint import FULL, SHARED
 from ..policy import SinkPolicy
-from .upstreams import random_state_kept
+from ..sparse.schedule import FULL, SHARED
+from .patch import random_state_kept
 
 
 class IndexSharePatch:
@@ -91,14 +91,17 @@ class IndexSharePatch:
 
 def _classes() -> dict[str, type]:
     """Ours by the names that upstream's have."""
-    from ..index_share import SharingArgs, SharingGLM  # builds on upstream's module
+    from ..sparse.index_share import (  # builds on upstream's module
+        SharingArgs,
+        SharingGLM,
+    )
 
     return {"ModelArgs": SharingArgs, "Model": SharingGLM}
 
 
 def _small_models() -> tuple[Callable, Callable]:
     """Ours with a shared layer between full ones, and upstream's classes made to."""
-    from ..index_share import SharingArgs, SharingGLM
+    from ..sparse.index_share import SharingArgs, SharingGLM
 
     upstream = SharingGLM.__base__
     args = SharingArgs.from_dict(_small_config())

@@ -17,11 +17,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..eviction.prompt_cache import plain_layers, warn_of_others
-from ..eviction.sink_cache import BatchSinkCache, SinkCache
-from ..eviction.window import Window
 from ..policy import VARIABLE, PolicyError, SinkPolicy
-from .upstreams import FunctionsPatch
+from ..upstream.caches import plain_layers
+from ..windows.prompt_cache import warn_of_others
+from ..windows.sink_cache import BatchSinkCache, SinkCache
+from ..windows.window import Window
+from .patch import FunctionsPatch
 
 WITHOUT = f'{VARIABLE}="rotating=0" goes back to upstream\'s windows'
 

@@ -15,18 +15,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..eviction.compact_cache import BatchCompactCache, CompactCache
-from ..eviction.compaction import (
+from ..budgets.compact_cache import BatchCompactCache, CompactCache
+from ..budgets.compaction import (
     compact,
     compacting,
     listening,
     make_compactable,
     warn_of_whole,
 )
-from ..eviction.observation import observed
-from ..eviction.snapkv import SnapKV
+from ..budgets.observation import observed
+from ..budgets.snapkv import SnapKV
 from ..policy import VARIABLE, PolicyError, SinkPolicy
-from .upstreams import FunctionsPatch
+from .patch import FunctionsPatch
 
 
 class SnapKVPatch(FunctionsPatch):

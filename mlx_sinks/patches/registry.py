@@ -17,14 +17,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from packaging.specifiers import SpecifierSet
 
-from .. import __version__
+from .._version import __version__
 from ..policy import OFF, VARIABLE, SinkPolicy
 from .mlx_lm_dsa import DSAPatch
 from .mlx_lm_fidelity import FidelityPatch
 from .mlx_lm_index_share import IndexSharePatch
 from .mlx_lm_rotating import RotatingPatch
 from .mlx_lm_snapkv import SnapKVPatch
-from .upstreams import PatchError
+from .patch import PatchError
 
 QUIET_VARIABLE = "MLX_SINKS_QUIET"
 

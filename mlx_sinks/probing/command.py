@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ..loading import load_model
+from ..measuring.text import MANUAL, text_ids
 from ..patches.registry import versions
 from ..policy import SinkPolicy
+from ..upstream.loading import load_model
 from .recorder import Recording, probe
 from .report import as_dict, draw, show
-from .text import MANUAL, text_ids
 
 
 def run(options: argparse.Namespace, policy: SinkPolicy) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..columns import forced_columns
 from ..policy import SinkPolicy
-from ..selection import select_columns
+from ..sparse.columns import forced_columns
+from ..sparse.selection import select_columns
 
 FIGURES = (
     "sinks_kept",

@@ -13,10 +13,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from ..kernel import KERNEL, calls_kernel
 from ..patches.registry import check_policy, reached
 from ..policy import SinkPolicy
-from ..selection import listening
+from ..sparse.selection import listening
+from ..upstream.kernel import KERNEL, calls_kernel
 from .coverage import FIGURES, row_coverage
 from .replay import dense_attention
 

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernel import with_kernel
+from ..upstream.kernel import with_kernel
 
 
 class _Seen(Exception):

@@ -15,7 +15,7 @@ import pytest
 import mlx_sinks
 import processes
 import small_models
-from mlx_sinks.loading import load_model
+from mlx_sinks.upstream.loading import load_model
 from processes import BENCH, command, interrupted, run
 
 TEXT = "The lamp on the headland turns twice a minute; nobody has stopped it yet. " * 2

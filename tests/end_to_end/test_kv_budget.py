@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_sinks
 import small_models
-from mlx_sinks.eviction.compact_cache import CompactCache
+from mlx_sinks.budgets.compact_cache import CompactCache
 from processes import command, run, serving
 
 BUDGET, MAX_TOKENS = 24, 24

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from processes import BENCH, bench
-from smollm2_dsa import build
+from smollm2 import build
 
-TEXT = BENCH / "smollm2_dsa" / "text.txt"
-BUILDER = "smollm2_dsa/build.py"
+TEXT = BENCH / "smollm2" / "text.txt"
+BUILDER = "smollm2/build.py"
 # One for each environment; the downloaded weights beside them are shared.
 BUILD = BENCH.parent / "build" / f"test-{Path(sys.prefix).name}"
 
@@ -109,7 +109,7 @@ def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
         (f"{BUILDER} --out mine/notes.txt", "is not a folder that this script wrote"),
         (f"{BUILDER} --out x --indexers gone", "gone: no such file"),
         (f"{BUILDER} --out x --indexers --random-layers 30", "no layer 30"),
-        ("smollm2_dsa/train_indexer.py --model nowhere --out mine", "can't load"),
+        ("smollm2/train_indexer.py --model nowhere --out mine", "can't load"),
         ("demo.py --text-tokens 100", "--text-tokens must go past index_topk"),
         ("demo.py --out mine/notes.txt/x.json", "mine/notes.txt: File exists"),
     ],

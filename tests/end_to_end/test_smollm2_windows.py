@@ -9,14 +9,14 @@ import pytest
 import small_models
 from processes import BENCH, bench
 
-TEXT = BENCH / "smollm2_dsa" / "text.txt"
+TEXT = BENCH / "smollm2" / "text.txt"
 # One for each environment; the downloaded weights beside them are shared.
 BUILD = BENCH.parent / "build" / f"test-plain-{Path(sys.prefix).name}"
 
 
 @pytest.fixture(scope="module")
 def smollm2():
-    built = bench("smollm2_dsa/build.py", "--out", BUILD, "--plain")
+    built = bench("smollm2/build.py", "--out", BUILD, "--plain")
     assert built.status == 0, built.stderr
     return BUILD
 

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_sinks
 import small_models
-from mlx_sinks.loading import load_model
+from mlx_sinks.upstream.loading import load_model
 from processes import BENCH, bench, interrupted
 
 SCRIPT = BENCH / "snapkv_budget.py"

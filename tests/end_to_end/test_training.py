@@ -14,8 +14,8 @@ import pytest
 from blas import with_fast_blas
 from processes import BENCH, bench, command, interrupted, run
 
-BUILDER = "smollm2_dsa/build.py"
-TEXT = BENCH / "smollm2_dsa" / "text.txt"
+BUILDER = "smollm2/build.py"
+TEXT = BENCH / "smollm2" / "text.txt"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_probe_names_the_layers_whose_indexer_is_random(folder):
 def test_training_goes_on_where_it_was_stopped(folder, tmp_path):
     """To the same weights as in one go, and the divergence falls."""
     facts = ["--model", folder[0], "--length", 48, "--steps", 24, "--seeds", 0, 1]
-    script = "smollm2_dsa/train_indexer.py"
+    script = "smollm2/train_indexer.py"
     whole = bench(script, *facts, "--out", tmp_path / "whole")
     assert whole.status == 0, whole.stderr
     parts = tmp_path / "parts"
@@ -75,7 +75,7 @@ def test_training_goes_on_where_it_was_stopped(folder, tmp_path):
 
 
 def test_the_shipped_weights_are_small_and_say_where_they_come_from():
-    weights = BENCH / "smollm2_dsa" / "trained" / "seed0.safetensors"
+    weights = BENCH / "smollm2" / "trained" / "seed0.safetensors"
     assert weights.stat().st_size < 6_000_000
     record = json.loads(weights.with_suffix(".json").read_text())
     assert record["seed"] == 0

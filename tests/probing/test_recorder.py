@@ -17,12 +17,12 @@ import processes
 import several_machines
 import small_models
 from mlx_sinks import ProbeError, Recording, SinkPolicy
-from mlx_sinks.kernel import calls_kernel
 from mlx_sinks.patches import registry
 from mlx_sinks.probing import report
 from mlx_sinks.probing.coverage import FIGURES
 from mlx_sinks.probing.replay import dense_attention
-from mlx_sinks.selection import is_heard, listening, select_columns
+from mlx_sinks.sparse.selection import is_heard, listening, select_columns
+from mlx_sinks.upstream.kernel import calls_kernel
 from threads import lasting
 
 UPSTREAM = deepseek_v32.Indexer.__call__

@@ -14,13 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
-
-import oracle
-from mlx_sinks import PolicyError, SinkPolicy
-from mlx_sinks.columns import columns_to_force
-from mlx_sinks.scoring import IndexScores, default_memory
-from mlx_sinks.selection import listening, select_columns
-from processes import run
 from test_selection import (
     DTYPES,
     Case,
@@ -31,6 +24,13 @@ from test_selection import (
     to_mlx,
     to_numpy,
 )
+
+import oracle
+from mlx_sinks import PolicyError, SinkPolicy
+from mlx_sinks.sparse.columns import columns_to_force
+from mlx_sinks.sparse.scoring import IndexScores, default_memory
+from mlx_sinks.sparse.selection import listening, select_columns
+from processes import run
 
 MIB, GIB = 2**20, 2**30
 HUGE = 2**60
@@ -396,8 +396,8 @@ def test_float32_selects_the_best_but_for_ties_to_rounding(L, seed):
 FIRST_TRACED = """
 import mlx.core as mx
 from mlx_sinks import SinkPolicy
-from mlx_sinks.scoring import IndexScores
-from mlx_sinks.selection import select_columns
+from mlx_sinks.sparse.scoring import IndexScores
+from mlx_sinks.sparse.selection import select_columns
 
 def select(B, L, padding, memory):
     keys = mx.arange(20, 0, -1).astype(mx.float32).reshape(1, 1, 20, 1)

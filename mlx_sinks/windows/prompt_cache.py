@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as upstream
 
+from ..upstream.caches import plain_layers
 from .rotation import Rotation
 from .sink_cache import SinkCache
 from .window import Window
@@ -75,17 +76,6 @@ def make_sink_cache(
         caches[layer] = SinkCache(window, sinks, rotations.get(layer))
     warn_of_others(model, caches, plain)
     return caches
-
-
-def plain_layers(model: nn.Module, caches: list[Any]) -> list[int]:
-    """Layers whose cache is a plain one.
-
-    None where there is not a cache for each layer: some may read another layer's, which
-    a window doesn't leave as its own layer has seen it.
-    """
-    if len(caches) != len(model.layers):
-        return []
-    return [n for n, cache in enumerate(caches) if type(cache) is upstream.KVCache]
 
 
 def warn_of_others(model: nn.Module, caches: list[Any], plain: list[int]) -> None:

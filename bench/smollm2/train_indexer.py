@@ -1,6 +1,6 @@
 """Distil each layer's attention into its indexer, the model frozen.
 
-    python bench/smollm2_dsa/train_indexer.py --model build/smollm2-dsa-256 \\
+    python bench/smollm2/train_indexer.py --model build/smollm2-dsa-256 \\
         --out build/trained
 
 The warm-up of DeepSeek-V3.2's report: an indexer's scores, after a softmax, are to
@@ -42,9 +42,9 @@ from arguments import (
     write_json,
 )
 from blas import restart_with_fast_blas
-from mlx_sinks.selection import listening
-from smollm2_dsa.build import random_indexers
-from zoo import load_model
+from mlx_sinks.sparse.selection import listening
+from smollm2.build import random_indexers
+from smollm2.zoo import load_model
 
 SAVE_EVERY = 20  # steps
 

@@ -20,8 +20,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 import oracle
 from mlx_sinks import SinkPolicy
-from mlx_sinks.columns import forced_columns
-from mlx_sinks.selection import select_columns
+from mlx_sinks.sparse.columns import forced_columns
+from mlx_sinks.sparse.selection import select_columns
 
 COMMON = dict(
     deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -1,10 +1,11 @@
-"""What caches of ours need to stand beside mlx-lm's."""
+"""mlx-lm's caches, and what caches of ours need to stand beside them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import cache as upstream
 
 
@@ -27,3 +28,14 @@ def register(*kinds: type) -> None:
 
 def integers(numbers: Any) -> list[int]:
     return numbers.tolist() if isinstance(numbers, mx.array) else list(numbers)
+
+
+def plain_layers(model: nn.Module, caches: list[Any]) -> list[int]:
+    """Layers whose cache is a plain one.
+
+    None where there is not a cache for each layer: some may read another layer's, which
+    a window doesn't leave as its own layer has seen it.
+    """
+    if len(caches) != len(model.layers):
+        return []
+    return [n for n, cache in enumerate(caches) if type(cache) is upstream.KVCache]

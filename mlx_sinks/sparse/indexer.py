@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .policy import SinkPolicy
+from ..policy import SinkPolicy
 from .scoring import IndexScores, default_memory
 from .selection import select_columns
 

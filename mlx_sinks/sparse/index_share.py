@@ -24,8 +24,8 @@ from mlx_lm.models.deepseek_v32 import (
 )
 from mlx_lm.models.glm_moe_dsa import Model, ModelArgs
 
-from .checkpoint import FULL, SHARED, CheckpointError, indexer_schedule
-from .policy import VARIABLE
+from ..policy import VARIABLE
+from .schedule import FULL, SHARED, CheckpointError, indexer_schedule
 
 WITHOUT = f'{VARIABLE}="index_share=0" gives every layer an indexer, as upstream does'
 

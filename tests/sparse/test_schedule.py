@@ -3,7 +3,7 @@
 import pytest
 
 import small_models
-from mlx_sinks.checkpoint import (
+from mlx_sinks.sparse.schedule import (
     CheckpointError,
     indexer_interleaves,
     indexer_schedule,

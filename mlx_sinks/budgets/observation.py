@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..kernel import KERNEL, calls_kernel, with_kernel
+from ..upstream.kernel import KERNEL, calls_kernel, with_kernel
 
 
 def observed(model: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_sinks.probing.repetition import repetition
+from mlx_sinks.measuring.repetition import repetition
 
 examples = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 

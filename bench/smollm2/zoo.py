@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from arms import load
-from smollm2_dsa.build import check_indexers, random_indexers, trained_indexers
+from smollm2.build import check_indexers, random_indexers, trained_indexers
 
 SHARED_BY = 4  # layers
 
@@ -54,7 +54,7 @@ def load_model(folder: str) -> tuple[nn.Module, TokenizerWrapper]:
     """A model whose indexers can be exchanged."""
     model, tokenizer = load(folder, trust_remote_code=True)
     if not hasattr(model.args, "indexer"):
-        raise ValueError(f"{folder} is no folder that smollm2_dsa/build.py wrote")
+        raise ValueError(f"{folder} is no folder that smollm2/build.py wrote")
     return model, tokenizer
 
 

@@ -11,7 +11,7 @@ import functools
 
 import mlx.core as mx
 
-from .policy import SinkPolicy
+from ..policy import SinkPolicy
 
 
 def forced_columns(

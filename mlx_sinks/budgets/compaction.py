@@ -15,9 +15,9 @@ import mlx.nn as nn
 from mlx_lm.models import cache as upstream
 
 from ..policy import whole_number
+from ..upstream.caches import plain_layers
 from .compact_cache import BatchCompactCache, CompactCache
 from .observation import observed
-from .prompt_cache import plain_layers
 from .snapkv import SnapKV
 
 _KINDS = (CompactCache, BatchCompactCache)

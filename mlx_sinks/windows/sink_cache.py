@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .own_cache import OwnCache, integers, register
+from ..upstream.caches import OwnCache, integers, register
 from .rotation import Rotation
 from .window import EMPTY, Window
 

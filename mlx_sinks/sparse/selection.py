@@ -10,8 +10,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from ..policy import SinkPolicy
 from .columns import columns_to_force
-from .policy import SinkPolicy
 
 LARGEST = mx.finfo(mx.float32).max
 

@@ -26,7 +26,7 @@ import small_models
 import window_oracle
 from batches import batch_tokens
 from mlx_sinks import BatchSinkCache, SinkCache, make_sink_cache
-from mlx_sinks.eviction import sink_cache
+from mlx_sinks.windows import sink_cache
 
 HEADS, WIDTH = 2, 16
 MODES = ("absolute", "local")

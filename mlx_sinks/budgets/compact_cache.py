@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as upstream
 
-from .own_cache import OwnCache, integers, register
+from ..upstream.caches import OwnCache, integers, register
 from .snapkv import SnapKV, window_scores
 
 

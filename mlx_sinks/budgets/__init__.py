@@ -1,0 +1,1 @@
+"""Prompts compacted to a budget of rows."""

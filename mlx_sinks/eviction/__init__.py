@@ -1,1 +1,0 @@
-"""Caches that drop keys on purpose, and never a sink."""

@@ -1,0 +1,1 @@
+"""What commands and benches both measure."""

@@ -1,0 +1,1 @@
+"""Learned selections that keep the sinks: DeepSeek Sparse Attention."""

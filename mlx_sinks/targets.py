@@ -1,0 +1,82 @@
+"""The places of upstream packages that we patch: one row a target.
+
+A new place is one file in ``patches/`` and one row here. Nothing of MLX is imported,
+so that the start-up hook can read the list.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True)
+class Target:
+    """One upstream place, and where its patch is.
+
+    Parameters
+    ----------
+    name : str
+        As in ``install(targets=[...])`` and ``MLX_SINKS="name=0"``.
+    package : str
+        Upstream's distribution, as pip knows it.
+    module : str
+        Upstream's module. The patch goes in once it is imported.
+    tested : str
+        Releases of the package that the patch was tested with, as pip writes a range.
+    patch : str
+        ``"file:Class"`` in ``patches/``.
+    """
+
+    name: str
+    package: str
+    module: str
+    tested: str
+    patch: str
+
+    @property
+    def root(self) -> str:
+        """The package as Python imports it."""
+        return self.module.partition(".")[0]
+
+    def version(self) -> str | None:
+        """The installed release of the package; ``None`` where it isn't installed."""
+        try:
+            return metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            return None
+
+
+_mlx_lm = functools.partial(Target, package="mlx-lm", tested=">=0.31.3,<0.33")
+
+TARGETS = {
+    target.name: target
+    for target in (
+        _mlx_lm(
+            "dsa",
+            module="mlx_lm.models.deepseek_v32",
+            patch="mlx_lm_dsa:DSAPatch",
+        ),
+        _mlx_lm(
+            "rotating",
+            module="mlx_lm.models.cache",
+            patch="mlx_lm_rotating:RotatingPatch",
+        ),
+        _mlx_lm(
+            "index_share",
+            module="mlx_lm.models.glm_moe_dsa",
+            patch="mlx_lm_index_share:IndexSharePatch",
+        ),
+        _mlx_lm(
+            "indexer_fidelity",
+            module="mlx_lm.models.deepseek_v32",
+            patch="mlx_lm_fidelity:FidelityPatch",
+        ),
+        _mlx_lm(
+            "snapkv",
+            module="mlx_lm.generate",
+            patch="mlx_lm_snapkv:SnapKVPatch",
+        ),
+    )
+}

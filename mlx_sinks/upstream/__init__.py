@@ -1,0 +1,1 @@
+"""What we know of the packages under us."""

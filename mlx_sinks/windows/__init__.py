@@ -1,0 +1,1 @@
+"""Caches with a window: the sinks and the newest tokens."""
