@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import HfApi, hf_hub_download
 
 from ..sparse.schedule import INTERLEAVES, whole
+from ..upstream.hub import local_snapshot, missing_files, read_json
 
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(\w+)\.(\w+)")
 # What upstream's Indexer has; quantised projections have more.
@@ -102,7 +102,7 @@ def read_checkpoint(name: str) -> Checkpoint:
     weights: Weights = {}
     for part in sorted(folder.glob("model*.safetensors")):
         weights.update(_header(part))
-    if missing := _missing(folder):
+    if missing := missing_files(folder):
         raise ValueError(
             f"{name} is not whole: {', '.join(sorted(missing)[:3])} missing"
         )
@@ -115,32 +115,7 @@ def _folder(name: str) -> Path | None:
         return Path(name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"{name} is neither a folder nor a hub id")
-    try:
-        folder = Path(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, ValueError):
-        return None
-    # A download that was cut short is there too.
-    has_weights = any(folder.glob("model*.safetensors"))
-    return folder if has_weights and not _missing(folder) else None
-
-
-def _missing(folder: Path) -> set[str]:
-    """Files that the index of a checkpoint names and that aren't there."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return set()
-    named = set(_json(index).get("weight_map", {}).values())
-    return {file for file in named if not (folder / file).is_file()}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is no configuration")
-    return content
+    return local_snapshot(name)
 
 
 def _header(file: Path) -> Weights:
@@ -179,7 +154,7 @@ def _from_hub(name: str) -> Checkpoint:
 
 def _checked(name: str, file: Path, weights: Weights) -> Checkpoint:
     """A checkpoint whose configuration has what is read of it here."""
-    config = _json(file)
+    config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise ValueError(f"{name}/config.json names no model_type")
     if not weights:
