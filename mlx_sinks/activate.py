@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from .policy import VARIABLE, PolicyError, SinkPolicy, switched_off
+from .policy import VARIABLE, PolicyError, Settings, SinkPolicy
 from .sparse.schedule import CheckpointError
 
 
@@ -37,7 +37,7 @@ def _on_mlx_lm() -> None:
 
     # One hook a module: where one of its patches is refused, none of them is in.
     targets = collections.defaultdict(list)
-    for name in set(targets_of(policy)) - set(switched_off()):
+    for name in set(targets_of(policy)) - set(Settings.from_env().off):
         targets[PATCHES[name].module].append(name)
     for module, names in targets.items():
         install = functools.partial(install_from_environment, policy, names)

@@ -1,13 +1,17 @@
-"""The command ``mlx-sinks``."""
+"""The command ``mlx-sinks``: one function a subcommand, in the order of ``COMMANDS``.
+
+Each adds its parser, and names what runs it. A namespace of options stays in this file.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from ._version import __version__
 from .policy import (
@@ -15,10 +19,11 @@ from .policy import (
     PARSERS,
     VARIABLE,
     PolicyError,
+    Settings,
     SinkPolicy,
     parse_count,
-    switched_off,
 )
+from .probing.reading import Reading
 
 MODEL = "folder or hub id, as for mlx_lm.generate"
 DEFAULT = "(default: %(default)s)"
@@ -32,7 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
+    for add in COMMANDS:
+        add(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.function(options)
+    except PolicyError as error:
+        return _fail(str(error))
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser(
         "run",
         help=f"run a command with {VARIABLE} set",
         description=f"Runs a command of this Python environment, or of the PATH, with "
@@ -41,18 +56,39 @@ def main(arguments: list[str] | None = None) -> int:
         usage="mlx-sinks run [--sinks N] [--recency N] [--kv-budget N] COMMAND "
         "[ARGUMENT ...]",
     )
-    _add_policy(run, "the variable's, or ")
-    run.add_argument(
+    _add_policy(parser, "the variable's, or ")
+    parser.add_argument(
         "--kv-budget",
         metavar="N",
         default=argparse.SUPPRESS,
         help="rows that a prompt's keys and values are compacted to (default: the "
         "variable's, or all)",
     )
-    run.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    run.set_defaults(function=_run)
+    parser.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
-    probe = commands.add_parser(
+    def run(options: argparse.Namespace) -> int:
+        argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
+        if not argv:
+            return _fail(
+                "run what? For instance: mlx-sinks run mlx_lm.generate --model …"
+            )
+        settings = Settings.from_env()
+        policy = replace(settings.policy or SinkPolicy(), **_asked(options))
+        environment = {**os.environ, VARIABLE: replace(settings, policy=policy).value()}
+        # The start-up hook is in this environment; another one's commands know nothing.
+        own_commands = str(Path(sys.executable).parent)
+        path = os.pathsep.join([own_commands, os.environ.get("PATH", "")])
+        try:
+            os.execvpe(argv[0], argv, {**environment, "PATH": path})
+        except OSError as error:
+            status = 126 if isinstance(error, PermissionError) else 127
+            return _fail(f"can't run {argv[0]}: {error.strerror}", status)
+
+    parser.set_defaults(function=run)
+
+
+def _add_probe(commands: Any) -> None:
+    parser = commands.add_parser(
         "probe",
         help="show what a model's indexers select of what attention wants",
         description="Reads a text with a model and looks at the selections of each "
@@ -61,16 +97,31 @@ def main(arguments: list[str] | None = None) -> int:
         f"guarantee. The model runs as {VARIABLE} says: unset, with upstream's own "
         "selection.",
     )
-    add = probe.add_argument
+    add = parser.add_argument
     add("--model", required=True, help=MODEL)
-    _add_reading(probe)
+    _add_reading(parser)
     add("--worst", type=_count, default=5, help=f"layers in the table {DEFAULT}")
-    _add_policy(probe, "")
+    _add_policy(parser, "")
     add("--json", action="store_true", help="print JSON, no table")
     add("--out", type=_folder, help="folder for probe.json and probe.png")
-    probe.set_defaults(function=_probe)
 
-    doctor = commands.add_parser(
+    def run(options: argparse.Namespace) -> int:
+        policy, reading = SinkPolicy(**_asked(options)), _reading(options)
+        return _start(
+            "probing",
+            1,
+            reading,
+            policy,
+            worst=options.worst,
+            as_json=options.json,
+            out=options.out,
+        )
+
+    parser.set_defaults(function=run)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
         "doctor",
         help="say what loses sinks here, why, and what helps",
         description="Tries each place of this mlx-lm that is known to lose sinks, and "
@@ -79,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         "shell. The exit status is 1 where something is wrong, 2 where it couldn't "
         "look.",
     )
-    add = doctor.add_argument
+    add = parser.add_argument
     add("--model", help=MODEL)
     add(
         "--context",
@@ -89,15 +140,35 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add("--max-kv-size", type=_count, metavar="N", help="as given to mlx-lm")
     add("--probe", action="store_true", help="load the model and probe its indexers")
-    _add_reading(doctor)
+    _add_reading(parser)
     add("--json", action="store_true", help="print JSON, no table")
-    add("--out", type=_file, metavar="FILE", help="file for the JSON")
-    doctor.set_defaults(function=_doctor)
-    options = parser.parse_args(arguments)
-    try:
-        return options.function(options)
-    except PolicyError as error:
-        return _fail(str(error))
+    add("--out", type=_folder, help="folder for doctor.json")
+
+    def run(options: argparse.Namespace) -> int:
+        reading = _reading(options)
+        if options.model is None and (options.probe or options.context):
+            return _fail(
+                "--probe and --context are about a model: say which, with --model"
+            )
+        settings = Settings.from_env()
+        # This process looks at stock mlx-lm first, whatever the shell's commands do.
+        os.environ.pop(VARIABLE, None)
+        return _start(
+            "doctor",
+            2,
+            settings,
+            model=options.model,
+            context=options.context,
+            max_kv_size=options.max_kv_size,
+            reading=reading if options.probe else None,
+            as_json=options.json,
+            out=options.out,
+        )
+
+    parser.set_defaults(function=run)
+
+
+COMMANDS = (_add_run, _add_probe, _add_doctor)
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
@@ -109,15 +180,20 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         type=_count,
         help="how many to read (default: twice the model's index_topk)",
     )
-    add(
-        "--block",
-        type=_count,
-        default=256,
-        help=f"positions averaged in one figure {DEFAULT}",
-    )
-    add("--queries", type=_count, default=8, help=f"looked at in each block {DEFAULT}")
-    add("--chunk", type=_count, default=256, help=f"tokens a step {DEFAULT}")
+    for name, what in (
+        ("block", "positions averaged in one figure"),
+        ("queries", "looked at in each block"),
+        ("chunk", "tokens a step"),
+    ):
+        default = getattr(Reading, name)
+        add(f"--{name}", type=_count, default=default, help=f"{what} {DEFAULT}")
     add("--trust-remote-code", action="store_true", help="run the folder's own code")
+
+
+def _reading(options: argparse.Namespace) -> Reading:
+    """What the options of ``_add_reading`` ask for."""
+    names = [field.name for field in fields(Reading)]
+    return Reading(**{name: getattr(options, name) for name in names})
 
 
 def _add_policy(parser: argparse.ArgumentParser, otherwise: str) -> None:
@@ -131,6 +207,13 @@ def _add_policy(parser: argparse.ArgumentParser, otherwise: str) -> None:
         )
 
 
+def _asked(options: argparse.Namespace) -> dict[str, int]:
+    """The counts that were given."""
+    names = ("sinks", "recency", "kv_budget")
+    given = {name: getattr(options, name) for name in names if name in options}
+    return {name: PARSERS[name](name, text) for name, text in given.items()}
+
+
 def _count(text: str) -> int:
     try:
         if count := parse_count("it", text):
@@ -141,93 +224,22 @@ def _count(text: str) -> int:
 
 
 def _folder(text: str) -> Path:
-    """A folder that is there, or was made: known before the work, not after it."""
+    """A folder that can be written in, made if need be: before the work, not after."""
     path = Path(text)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is no folder that can be written in")
     return path
 
 
-def _file(text: str) -> Path:
-    """A file that can be written: known before the work, not after it."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} is no file that can be written")
-    return path
-
-
-def _asked(options: argparse.Namespace) -> dict[str, int]:
-    """The counts that were given."""
-    names = ("sinks", "recency", "kv_budget")
-    given = {name: getattr(options, name) for name in names if name in options}
-    return {name: PARSERS[name](name, text) for name, text in given.items()}
-
-
-def _run(options: argparse.Namespace) -> int:
-    argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
-    if not argv:
-        return _fail("run what? For instance: mlx-sinks run mlx_lm.generate --model …")
-    environment = dict(os.environ)
-    # The start-up hook is in this environment; another one's commands know nothing.
-    own_commands = str(Path(sys.executable).parent)
-    environment["PATH"] = os.pathsep.join([own_commands, os.environ.get("PATH", "")])
-    policy = SinkPolicy.from_env()
-    if asked := _asked(options):
-        policy = replace(policy or SinkPolicy(), **asked)
-        off = [f"{name}=0" for name in switched_off()]
-        environment[VARIABLE] = ",".join([*policy.settings(), *off])
-    elif policy is None:
-        environment[VARIABLE] = "1"
+def _start(room: str, failed: int, *arguments: Any, **named: Any) -> int:
+    """Run a room's command, whose imports take seconds; failures become sentences."""
     try:
-        os.execvpe(argv[0], argv, environment)
-    except OSError as error:
-        status = 126 if isinstance(error, PermissionError) else 127
-        return _fail(f"can't run {argv[0]}: {error.strerror}", status)
-
-
-def _probe(options: argparse.Namespace) -> int:
-    policy = SinkPolicy(**_asked(options))
-    _check_reading(options)
-
-    def probe() -> int:
-        from .probing.command import run  # mlx and mlx-lm: seconds
-
-        return run(options, policy)
-
-    return _with_sentences(probe, 1)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    _check_reading(options)
-    if options.model is None and (options.probe or options.context):
-        return _fail("--probe and --context are about a model: say which, with --model")
-    policy, off = SinkPolicy.from_env(), switched_off()
-    # This process looks at stock mlx-lm first, whatever the shell's commands do.
-    os.environ.pop(VARIABLE, None)
-
-    def doctor() -> int:
-        from .doctor.command import run
-        from .doctor.diagnosis import Shell
-
-        return run(options, Shell(policy, off))
-
-    return _with_sentences(doctor, 2)
-
-
-def _check_reading(options: argparse.Namespace) -> None:
-    if options.queries > options.block:
-        raise PolicyError(
-            f"--queries {options.queries} exceeds --block {options.block}"
-        )
-
-
-def _with_sentences(act: Callable[[], int], failed: int) -> int:
-    try:
-        return act()
+        command = importlib.import_module(f".{room}.command", __package__)
+        return command.run(*arguments, **named)
     except (OSError, ValueError, RuntimeError) as error:
         return _fail(str(error), failed)
     except KeyboardInterrupt:

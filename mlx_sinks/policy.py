@@ -1,4 +1,7 @@
-"""What to keep: the attention sinks and the recency window of a selection."""
+"""What to keep: the attention sinks and the recency window of a selection.
+
+``SinkPolicy`` says it; ``Settings`` is all that ``MLX_SINKS`` says.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from .targets import TARGETS
+
 VARIABLE = "MLX_SINKS"
 ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128,rotating=0"'
-# Patches by the names that they have in the registry; each can be switched off alone.
-TARGETS = ("dsa", "rotating", "index_share", "indexer_fidelity", "snapkv")
 # How an indexer's scores are computed; the first is the default.
 SCORINGS = ("blocks", "upstream")
 _ON = frozenset({"1", "on", "true", "yes"})
@@ -85,16 +88,6 @@ class SinkPolicy:
     def __str__(self):
         return f"{self.sinks} sinks + {self.recency} recent"
 
-    def settings(self) -> list[str]:
-        """What ``MLX_SINKS`` has to list for this policy, the counts always."""
-        default = type(self)()
-        return [
-            f"{field.name}={value}"
-            for field in fields(self)
-            if (value := getattr(self, field.name)) != getattr(default, field.name)
-            or field.name in ("sinks", "recency")
-        ]
-
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> SinkPolicy | None:
         """The policy that ``MLX_SINKS`` asks for, ``None`` where it is unset or off.
@@ -108,10 +101,7 @@ class SinkPolicy:
         PolicyError
             Anything else; the message quotes the variable and the accepted form.
         """
-        settings = _settings(os.environ if environ is None else environ)
-        if settings is None:
-            return None
-        return cls(**{n: value for n, value in settings.items() if n not in TARGETS})
+        return Settings.from_env(environ).policy
 
     def fit(self, index_topk: int) -> SinkPolicy:
         """This policy inside ``index_topk`` slots: sinks stay, recency is clamped.
@@ -124,6 +114,71 @@ class SinkPolicy:
             ``sinks >= index_topk``: no slot would be left for the scores.
         """
         return _fit(self, index_topk)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``MLX_SINKS`` says, read from it once.
+
+    Parameters
+    ----------
+    policy : SinkPolicy, optional
+        ``None`` where it is unset or off.
+    off : tuple of str
+        Names of the targets that it switches off, in the order of ``TARGETS``.
+    """
+
+    policy: SinkPolicy | None = None
+    off: tuple[str, ...] = ()
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """What the variable says, ``os.environ``'s by default.
+
+        Raises
+        ------
+        PolicyError
+            As from ``SinkPolicy.from_env``.
+        """
+        value = (os.environ if environ is None else environ).get(VARIABLE, "")
+        word = value.strip().lower()
+        if word in OFF:
+            return cls()
+        try:
+            given = {} if word in _ON else _parse(word)
+        except PolicyError as error:
+            message = f'{VARIABLE}="{value}": {error}; accepted: {ACCEPTED}'
+            raise PolicyError(message) from None
+        off = tuple(name for name in TARGETS if not given.pop(name, True))
+        return cls(SinkPolicy(**given), off)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the targets that are not off; none where there is no policy."""
+        if self.policy is None:
+            return ()
+        return tuple(name for name in TARGETS if name not in self.off)
+
+    def switched_on(self, target: str) -> Settings:
+        """These settings with one target on, by the default policy where all is off."""
+        off = tuple(name for name in self.off if name != target)
+        return Settings(self.policy or SinkPolicy(), off)
+
+    def value(self) -> str:
+        """What the variable has to say to mean these settings."""
+        if self.policy is None:
+            return "0"
+        default = SinkPolicy()
+        if self == Settings(default):
+            return "1"
+        given = [
+            f"{field.name}={value}"
+            for field in fields(SinkPolicy)
+            if (value := getattr(self.policy, field.name))
+            != getattr(default, field.name)
+            or field.name in ("sinks", "recency")
+        ]
+        return ",".join([*given, *(f"{name}=0" for name in self.off)])
 
 
 @functools.lru_cache(maxsize=256)
@@ -178,12 +233,6 @@ def parse_size(name: str, text: str) -> int:
     raise PolicyError(f"{name} must be a size such as 512MB or 1GiB, not {text[:40]!r}")
 
 
-def switched_off(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The targets that ``MLX_SINKS`` excludes, as in ``rotating=0``."""
-    settings = _settings(os.environ if environ is None else environ) or {}
-    return tuple(name for name in TARGETS if not settings.get(name, True))
-
-
 # How each field is read as it is written in the variable or an option.
 PARSERS = {
     "sinks": parse_count,
@@ -194,22 +243,8 @@ PARSERS = {
 }
 
 
-def _settings(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What the variable says: fields, and targets as 0 or 1; ``None`` for off."""
-    value = environ.get(VARIABLE, "")
-    word = value.strip().lower()
-    if word in OFF:
-        return None
-    if word in _ON:
-        return {}
-    try:
-        return _parse(word)
-    except PolicyError as error:
-        message = f'{VARIABLE}="{value}": {error}; accepted: {ACCEPTED}'
-        raise PolicyError(message) from None
-
-
 def _parse(text: str) -> dict[str, Any]:
+    """A list of fields, and of targets as 0 or 1."""
     settings: dict[str, Any] = {}
     known = [*(field.name for field in fields(SinkPolicy)), *TARGETS]
     for item in text.split(","):

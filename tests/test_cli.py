@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import mlx_sinks
-from processes import command, run
+from processes import command, python, run
 
 SHOW_VARIABLE = 'import os; print(os.environ["MLX_SINKS"])'
 SHOW_ARGUMENTS = "import sys; print(sys.argv[1:])"
@@ -32,11 +32,14 @@ def refused(outcome, status, *words):
         ([], "0", "1"),
         ([], "off", "1"),
         ([], "1", "1"),
+        ([], "on", "1"),
         ([], "sinks=8,recency=128", "sinks=8,recency=128"),
+        ([], "rotating=0", "sinks=4,recency=64,rotating=0"),
         (["--sinks", "8"], None, "sinks=8,recency=64"),
         (["--recency", "16"], "0", "sinks=4,recency=16"),
         (["--sinks", "8", "--recency", "16"], None, "sinks=8,recency=16"),
         (["--sinks=0", "--recency=0"], None, "sinks=0,recency=0"),
+        (["--kv-budget=256"], "dsa=0", "sinks=4,recency=64,kv_budget=256,dsa=0"),
         (["--sinks", "2"], "sinks=8,recency=128", "sinks=2,recency=128"),
         (
             ["--sinks", "2"],
@@ -124,3 +127,8 @@ def test_help_names_what_it_can_do(arguments):
     outcome = run(command("mlx-sinks"), *arguments, COLUMNS="200")
     assert (outcome.status, outcome.stderr) == (0, "")
     assert "MLX_SINKS" in outcome.stdout
+
+
+def test_options_are_read_without_mlx():
+    code = "import sys, mlx_sinks.cli; print({'mlx', 'mlx_lm'} & sys.modules.keys())"
+    assert python(code).stdout == "set()\n"

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from test_selection import examples
 
 from mlx_sinks import PolicyError, SinkPolicy
+from mlx_sinks.policy import Settings
+from mlx_sinks.targets import TARGETS
 
 
 def read(value):
@@ -146,24 +148,66 @@ def test_a_numpy_integer_of_memory_becomes_a_plain_one():
     assert type(policy.score_memory) is int
 
 
+POLICIES = st.builds(
+    SinkPolicy,
+    sinks=st.integers(0, 999_999_999),
+    recency=st.integers(0, 999_999_999),
+    scoring=st.sampled_from(["blocks", "upstream"]),
+    score_memory=st.none() | st.integers(1, 2**20) | st.integers(1, 2**42),
+    kv_budget=st.none() | st.integers(1, 999_999_999),
+)
+SOME_OFF = st.sets(st.sampled_from(list(TARGETS))).map(
+    lambda names: tuple(name for name in TARGETS if name in names)
+)
+
+
 @given(
-    st.builds(
-        SinkPolicy,
-        sinks=st.integers(0, 999_999_999),
-        recency=st.integers(0, 999_999_999),
-        scoring=st.sampled_from(["blocks", "upstream"]),
-        score_memory=st.none() | st.integers(1, 2**20) | st.integers(1, 2**42),
-    )
+    st.just(Settings())
+    | st.builds(Settings, st.just(SinkPolicy()) | POLICIES, SOME_OFF)
 )
 @examples(200)
-def test_settings_are_read_as_the_policy(policy):
-    assert read(",".join(policy.settings())) == policy
+def test_the_value_of_settings_is_read_as_those_settings(settings):
+    assert Settings.from_env({"MLX_SINKS": settings.value()}) == settings
+
+
+@pytest.mark.parametrize(
+    ("said", "value", "off"),
+    [
+        (None, "0", None),
+        ("off", "0", None),
+        (" On ", "1", []),
+        ("sinks=4", "1", []),
+        ("rotating=1", "1", []),
+        ("recency=8", "sinks=4,recency=8", []),
+        ("snapkv=0,dsa=off", "sinks=4,recency=64,dsa=0,snapkv=0", ["dsa", "snapkv"]),
+        ("kv_budget=9", "sinks=4,recency=64,kv_budget=9", []),
+    ],
+)
+def test_settings(said, value, off):
+    settings = Settings.from_env({} if said is None else {"MLX_SINKS": said})
+    assert settings.value() == value
+    on = [] if off is None else [name for name in TARGETS if name not in off]
+    assert settings.targets == tuple(on)
+
+
+def test_a_target_can_be_switched_on_again():
+    assert Settings().switched_on("dsa") == Settings(SinkPolicy())
+    some = Settings(SinkPolicy(8), ("dsa", "rotating"))
+    assert some.switched_on("dsa") == Settings(SinkPolicy(8), ("rotating",))
+    assert some.switched_on("snapkv") == some
+
+
+def test_a_target_of_the_list_can_be_named_whoever_added_it(monkeypatch):
+    monkeypatch.setitem(TARGETS, "elsewhere", TARGETS["dsa"])
+    settings = Settings.from_env({"MLX_SINKS": "elsewhere=0"})
+    assert settings == Settings(SinkPolicy(), ("elsewhere",))
+    assert "elsewhere" not in settings.targets
 
 
 @pytest.mark.parametrize("unit", ["", "B", "KB", "KiB", "MB", "GiB", "TB", "TiB"])
 def test_a_size_that_was_read_can_be_read_again(unit):
     policy = read(f"score_memory=3{unit}")
-    assert read(",".join(policy.settings())) == policy
+    assert read(Settings(policy).value()) == policy
 
 
 @pytest.mark.parametrize("recency", [8, 10**6])

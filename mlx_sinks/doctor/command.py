@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,14 +17,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..patches.registry import QUIET_VARIABLE, patched, versions
-from ..policy import TARGETS, SinkPolicy
+from ..policy import Settings, SinkPolicy
 from ..probing.command import observe
+from ..probing.reading import Reading
 from ..probing.report import by_layer, labels, skill, suspects
 from ..sparse.schedule import SHARED, CheckpointError, indexer_interleaves
 from .checkpoint_files import Checkpoint, read_checkpoint
 from .diagnosis import (
     NOT_PROBED,
-    Shell,
     Use,
     Verdict,
     command_of,
@@ -37,42 +37,52 @@ from .diagnosis import (
 from .places import Place, examine
 
 
-def run(options: argparse.Namespace, shell: Shell) -> int:
-    """Examine as the options ask, print, and write.
+def run(
+    settings: Settings,
+    *,
+    model: str | None,
+    context: int | None,
+    max_kv_size: int | None,
+    reading: Reading | None,
+    as_json: bool,
+    out: Path | None,
+) -> int:
+    """Examine, print, and write to a folder.
 
-    The exit status: 1 where something is wrong, 2 where the probe couldn't look.
+    A reading probes the model too. The exit status: 1 where something is wrong, 2 where
+    the probe couldn't look.
     """
     os.environ[QUIET_VARIABLE] = "1"  # trying a patch isn't using it
     errors = Console(stderr=True)
     with errors.status("Looking …"):
-        checkpoint = options.model and read_checkpoint(options.model)
-        places = examine(shell.on())
+        checkpoint = model and read_checkpoint(model)
+        places = examine(settings)
         if checkpoint:
-            use = Use(options.context, options.max_kv_size)
-            verdicts = of_checkpoint(checkpoint, places, shell, use)
+            use = Use(context, max_kv_size)
+            verdicts = of_checkpoint(checkpoint, places, settings, use)
         else:
-            verdicts = of_installation(places, shell)
-    if options.probe:
+            verdicts = of_installation(places, settings)
+    if reading:
         # Headers alone don't make it healthy any more.
         verdicts = [verdict for verdict in verdicts if verdict.cause != "healthy"]
-        verdicts += _probe(options, checkpoint, shell, errors)
+        verdicts += _probe(reading, checkpoint, places, settings, errors)
     wrong = any(verdict.wrong for verdict in verdicts)
     unseen = any(verdict.cause == NOT_PROBED for verdict in verdicts)
     result = {
         "versions": versions(),
         "python": platform.python_version(),
         "device": str(mx.default_device()),
-        "on": sorted(shell.on()),
-        "policy": shell.policy and str(shell.policy),
+        "on": sorted(place.target for place in places if place.on),
+        "policy": settings.policy and str(settings.policy),
         "places": [{**asdict(place), "open": place.open} for place in places],
         "model": checkpoint and facts(checkpoint),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "wrong": wrong,
     }
     written = json.dumps(result, indent=2) + "\n"
-    if options.out:
-        options.out.write_text(written)
-    if options.json:
+    if out:
+        (out / "doctor.json").write_text(written)
+    if as_json:
         sys.stdout.write(written)
     else:
         _show(result, places, verdicts, Console())
@@ -105,22 +115,28 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _probe(
-    options: argparse.Namespace, checkpoint: Checkpoint, shell: Shell, errors: Console
+    reading: Reading,
+    checkpoint: Checkpoint,
+    places: list[Place],
+    settings: Settings,
+    errors: Console,
 ) -> list[Verdict]:
     """Run as the shell's commands would, and look at what is selected."""
     if not checkpoint.selects:
         sentence = "it has no indexers that --probe could look at"
         return [Verdict("nothing selects", False, sentence)]
-    policy, targets = shell.policy, frozenset(TARGETS) - set(shell.off)
+    policy = settings.policy
+    there = {place.target for place in places if place.installed}
+    targets = there.intersection(settings.targets)
     try:
         with patched(policy, targets) if policy else nullcontext():
-            seen, _ = observe(options, policy or SinkPolicy(), errors)
+            seen, _ = observe(reading, policy or SinkPolicy(), errors)
     except (OSError, ValueError) as error:
         return [Verdict(NOT_PROBED, False, str(error))]
     means, names = by_layer(seen), labels(seen.layers)
     skills = dict(zip(names, skill(means).tolist()))
     sick = [names[number] for number in suspects(means)]
-    return of_probe(sick, skills, shell, command_of(checkpoint))
+    return of_probe(sick, skills, settings, command_of(checkpoint))
 
 
 def _show(
@@ -134,15 +150,10 @@ def _show(
         highlight=False,
     )
     table = Table(title="Places that are known to lose sinks")
-    for heading in ("target", "stock mlx-lm", "with mlx-sinks", "in this shell"):
+    for heading in ("target", "stock", "with mlx-sinks", "in this shell"):
         table.add_column(heading)
     for place in places:
-        table.add_row(
-            place.target,
-            escape("; ".join(place.faults) or "not affected"),
-            "refused" if place.refused else "mended" if place.cured else "no patch",
-            "on" if place.on else "off",
-        )
+        table.add_row(place.target, *map(escape, _in_short(place)))
     console.print(table)
     if result["model"]:
         line = _in_words(result["model"])
@@ -154,6 +165,17 @@ def _show(
         if verdict.fix and verdict.fix != next_fix:  # what mends both is said once
             lines += f"\n  {escape(verdict.fix)}"
         console.print(lines, highlight=False, soft_wrap=True)
+
+
+def _in_short(place: Place) -> tuple[str, str, str]:
+    """How a place is in stock, with its patch, and in this shell."""
+    if not place.installed:
+        return f"{place.package} is not installed", "—", "—"
+    return (
+        "; ".join(place.faults) or "not affected",
+        "refused" if place.refused else "mended" if place.cured else "no patch",
+        "on" if place.on else "off",
+    )
 
 
 def _sign(verdict: Verdict) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_lm.models.deepseek_v32 import Indexer
 
-from ..policy import TARGETS, VARIABLE, SinkPolicy
+from ..policy import VARIABLE, Settings, SinkPolicy
 from ..sparse.schedule import (
     FULL,
     INTERLEAVES,
@@ -53,56 +53,6 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Shell:
-    """What ``MLX_SINKS`` says in the shell that asks.
-
-    Parameters
-    ----------
-    policy : SinkPolicy, optional
-        ``None`` where it is unset or off.
-    off : tuple of str
-        Targets that it switches off.
-    """
-
-    policy: SinkPolicy | None = None
-    off: tuple[str, ...] = ()
-
-    def on(self) -> frozenset[str]:
-        """Targets that mend their place; without sinks some have nothing to keep."""
-        if self.policy is None:
-            return frozenset()
-        idle = [] if self.policy.sinks else ["dsa", "rotating"]
-        if self.policy.kv_budget is None:
-            idle.append("snapkv")
-        return frozenset(TARGETS) - {*self.off, *idle}
-
-    def fix(self, place: Place, command: str = "COMMAND") -> str:
-        """The command with its place mended and all else as the shell has it."""
-        if place.target == "snapkv":
-            return (
-                "a budget of 32 rows or more, or one that keeps every sink: mlx-sinks "
-                f"run --kv-budget N {command}"
-            )
-        if place.refused:
-            return place.refused
-        policy = self.policy or SinkPolicy()
-        policy = policy if policy.sinks else replace(policy, sinks=SinkPolicy().sinks)
-        return self._with(policy, place.target, command)
-
-    def softened(self, command: str) -> str:
-        """The command with a recency window that makes up for sick indexers."""
-        policy = self.policy or SinkPolicy()
-        wide = replace(policy, recency=max(policy.recency, WIDE_RECENCY))
-        return self._with(wide, "dsa", command)
-
-    def _with(self, policy: SinkPolicy, target: str, command: str) -> str:
-        off = [f"{name}=0" for name in self.off if name != target]
-        if policy == SinkPolicy() and not off:
-            return f"{VARIABLE}=1 {command}"
-        return f'{VARIABLE}="{",".join(policy.settings() + off)}" {command}'
-
-
-@dataclass(frozen=True)
 class Use:
     """What a checkpoint is to do.
 
@@ -118,10 +68,12 @@ class Use:
     max_kv_size: int | None = None
 
 
-def of_installation(places: list[Place], shell: Shell) -> list[Verdict]:
+def of_installation(places: list[Place], settings: Settings) -> list[Verdict]:
     """What loses sinks in this installation, whatever the model."""
     found = [
-        Verdict(place.target, True, f"{place.module}: {_all(place)}", shell.fix(place))
+        Verdict(
+            place.target, True, f"{place.module}: {_all(place)}", _fix(place, settings)
+        )
         for place in places
         if place.open
     ]
@@ -129,24 +81,27 @@ def of_installation(places: list[Place], shell: Shell) -> list[Verdict]:
 
 
 def of_checkpoint(
-    checkpoint: Checkpoint, places: list[Place], shell: Shell, use: Use
+    checkpoint: Checkpoint, places: list[Place], settings: Settings, use: Use
 ) -> list[Verdict]:
     """What is wrong when this checkpoint runs from this shell."""
-    by_target = {place.target: place for place in places}
+    affected = {place.target: place for place in places if place.open}
     command = command_of(checkpoint)
     found: list[Verdict] = []
     if checkpoint.selects:
-        found += _schedule(checkpoint, by_target["index_share"], shell, use, command)
-        found += _rope(checkpoint, by_target["indexer_fidelity"], shell, command)
+        fixes = {
+            name: _fix(place, settings, command) for name, place in affected.items()
+        }
+        found += _schedule(checkpoint, use, fixes.get("index_share"))
+        found += _rope(checkpoint, fixes.get("indexer_fidelity"))
         found += _formats(checkpoint)
-        found += _selection(checkpoint, by_target["dsa"], shell, use, command)
+        found += _selection(checkpoint, use, settings, fixes.get("dsa"))
         if use.max_kv_size:
             sentence = f"--max-kv-size reaches no layer of a {checkpoint.kind}"
             found.append(Verdict("no window", False, sentence))
     else:
-        found += _window(checkpoint, by_target["rotating"], shell, use, command)
-    if (place := by_target["snapkv"]).open:
-        found.append(Verdict("snapkv", True, _all(place), shell.fix(place)))
+        found += _window(affected.get("rotating"), settings, use, command)
+    if place := affected.get("snapkv"):
+        found.append(Verdict("snapkv", True, _all(place), _fix(place, settings)))
     if any(verdict.wrong for verdict in found):
         return found
     sentence = f"nothing is known to lose a sink in this {checkpoint.kind}"
@@ -161,7 +116,7 @@ def command_of(checkpoint: Checkpoint) -> str:
 
 
 def of_probe(
-    suspects: list[str], skills: Mapping[str, float], shell: Shell, command: str
+    suspects: list[str], skills: Mapping[str, float], settings: Settings, command: str
 ) -> list[Verdict]:
     """What a probe says of the indexers that it saw choose."""
     if not suspects:
@@ -174,14 +129,13 @@ def of_probe(
             True,
             f"{len(suspects)} of {len(skills)} layers select little of what attention "
             f"wants, worst first (skill): {worst}{more}",
-            f"right weights; what softens it until then: {shell.softened(command)}",
+            "right weights; what softens it until then: "
+            f"{_softened(settings, command)}",
         )
     ]
 
 
-def _schedule(
-    checkpoint: Checkpoint, place: Place, shell: Shell, use: Use, command: str
-) -> Iterator[Verdict]:
+def _schedule(checkpoint: Checkpoint, use: Use, fix: str | None) -> Iterator[Verdict]:
     """Layers that select, as the configuration and as the weights have it."""
     layers = checkpoint.config["num_hidden_layers"]
     try:
@@ -210,14 +164,14 @@ def _schedule(
     )
     does = "lets them select with those" if made_up == len(shared) else "can't load it"
     # Where all are made up stock loads them, and while all fits they select nothing.
-    if place.open and (made_up < len(shared) or _goes_past(checkpoint, use)):
+    if fix and (made_up < len(shared) or _goes_past(checkpoint, use)):
         yield Verdict(
             "shared layers uninitialised",
             True,
             f"{what} and {weights}: stock mlx-lm {does}",
-            shell.fix(place, command),
+            fix,
         )
-    elif made_up and not place.open:
+    elif made_up and not fix:
         yield Verdict("weights left out", False, f"{what} and {weights}")
 
 
@@ -234,9 +188,7 @@ def schedule_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     return stated or (FULL,) * config["num_hidden_layers"]
 
 
-def _rope(
-    checkpoint: Checkpoint, place: Place, shell: Shell, command: str
-) -> Iterator[Verdict]:
+def _rope(checkpoint: Checkpoint, fix: str | None) -> Iterator[Verdict]:
     """The convention that the weights were trained with, stated, and run with."""
     config = checkpoint.config
     usual, wanted = INTERLEAVES[checkpoint.kind], indexer_interleaves(config)
@@ -259,13 +211,13 @@ def _rope(
             f"{checkpoint.kind} has {usual}",
             f"set {ROPE_KEY} to {str(usual).lower()} in config.json",
         )
-    elif place.open and stock != wanted:
+    elif fix and stock != wanted:
         yield Verdict(
             "RoPE flipped",
             True,
             f"this mlx-lm rotates indexers with interleave={not wanted}; the weights "
             f"need {wanted}",
-            shell.fix(place, command),
+            fix,
         )
 
 
@@ -291,7 +243,7 @@ def _formats(checkpoint: Checkpoint) -> Iterator[Verdict]:
 
 
 def _selection(
-    checkpoint: Checkpoint, place: Place, shell: Shell, use: Use, command: str
+    checkpoint: Checkpoint, use: Use, settings: Settings, fix: str | None
 ) -> Iterator[Verdict]:
     topk = index_topk(checkpoint)
     if not _goes_past(checkpoint, use):
@@ -300,28 +252,35 @@ def _selection(
             False,
             f"all its tokens fit in index_topk {topk:,}: nothing is selected",
         )
-    elif place.open:
+    elif fix:
         yield Verdict(
             "sinks lost",
             True,
             f"past {topk:,} tokens nothing keeps the first ones in a selection",
-            shell.fix(place, command),
+            fix,
         )
-    if place.on and shell.policy.sinks >= topk:
-        yield _too_many(shell.policy.sinks, f"index_topk {topk}")
+    if _sinks("dsa", settings) >= topk:
+        yield _too_many(settings.policy.sinks, f"index_topk {topk}")
 
 
 def _window(
-    checkpoint: Checkpoint, place: Place, shell: Shell, use: Use, command: str
+    place: Place | None, settings: Settings, use: Use, command: str
 ) -> Iterator[Verdict]:
     size, context = use.max_kv_size, use.context
     if size is None:
         return
     command += f" --max-kv-size {size}"
-    if place.open and (context is None or context > size):
-        yield Verdict("rotating mask", True, _all(place), shell.fix(place, command))
-    if place.on and shell.policy.sinks >= size:
-        yield _too_many(shell.policy.sinks, f"--max-kv-size {size}")
+    if place and (context is None or context > size):
+        yield Verdict(
+            "rotating mask", True, _all(place), _fix(place, settings, command)
+        )
+    if _sinks("rotating", settings) >= size:
+        yield _too_many(settings.policy.sinks, f"--max-kv-size {size}")
+
+
+def _sinks(target: str, settings: Settings) -> int:
+    """How many a target is told to keep."""
+    return settings.policy.sinks if target in settings.targets else 0
 
 
 def _too_many(sinks: int, limit: str) -> Verdict:
@@ -342,6 +301,37 @@ def _goes_past(checkpoint: Checkpoint, use: Use) -> bool:
 def index_topk(checkpoint: Checkpoint) -> int:
     """Columns of a selection, upstream's default where nothing is said."""
     return checkpoint.config.get("index_topk", 2048)
+
+
+def _fix(place: Place, settings: Settings, command: str = "COMMAND") -> str:
+    """The command with a place mended and all else as the shell has it."""
+    if place.target == "snapkv":
+        return (
+            "a budget of 32 rows or more, or one that keeps every sink: mlx-sinks "
+            f"run --kv-budget N {command}"
+        )
+    if place.refused:
+        return place.refused
+    settings = settings.switched_on(place.target)
+    if not settings.policy.sinks:
+        policy = replace(settings.policy, sinks=SinkPolicy().sinks)
+        settings = replace(settings, policy=policy)
+    return _typed(settings, command)
+
+
+def _softened(settings: Settings, command: str) -> str:
+    """The command with a recency window that makes up for sick indexers."""
+    settings = settings.switched_on("dsa")
+    recency = max(settings.policy.recency, WIDE_RECENCY)
+    policy = replace(settings.policy, recency=recency)
+    return _typed(replace(settings, policy=policy), command)
+
+
+def _typed(settings: Settings, command: str) -> str:
+    """What a user types to run a command with these settings."""
+    value = settings.value()
+    quoted = value if value.isalnum() else f'"{value}"'
+    return f"{VARIABLE}={quoted} {command}"
 
 
 def _all(place: Place) -> str:

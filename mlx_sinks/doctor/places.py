@@ -6,7 +6,8 @@ import importlib
 from dataclasses import dataclass
 
 from ..patches.registry import PATCHES, PatchError, patched, uninstall
-from ..policy import SinkPolicy
+from ..policy import Settings, SinkPolicy
+from ..targets import TARGETS
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Place:
         Whether a command started from this shell has the patch.
     refused : str, optional
         Why the patch can't be installed here.
+    package : str
+        Upstream's distribution.
+    installed : bool
+        Whether it is installed; nothing was tried where it isn't.
     """
 
     target: str
@@ -35,6 +40,8 @@ class Place:
     cured: bool
     on: bool
     refused: str | None = None
+    package: str = ""
+    installed: bool = True
 
     @property
     def open(self) -> bool:
@@ -42,14 +49,8 @@ class Place:
         return bool(self.faults) and not (self.on and self.cured)
 
 
-def examine(targets_on: frozenset[str]) -> list[Place]:
-    """Try each place in stock mlx-lm and patched. Leaves nothing patched.
-
-    Parameters
-    ----------
-    targets_on : frozenset of str
-        What ``MLX_SINKS`` switches on in this shell.
-    """
+def examine(settings: Settings) -> list[Place]:
+    """Try each place in stock mlx-lm and patched. Leaves nothing patched."""
     places = []
     for name, patch in PATCHES.items():
         uninstall()
@@ -61,6 +62,14 @@ def examine(targets_on: frozenset[str]) -> list[Place]:
                 cured = not patch.faults(module)
         except PatchError as error:
             cured, refused = False, str(error)
-        on = name in targets_on
-        places.append(Place(name, patch.module, faults, cured, on, refused))
+        on = name in settings.targets and _mends(name, settings.policy)
+        package = TARGETS[name].package
+        places.append(Place(name, patch.module, faults, cured, on, refused, package))
     return places
+
+
+def _mends(target: str, policy: SinkPolicy) -> bool:
+    """Whether a policy has something to keep there."""
+    if target in ("dsa", "rotating"):
+        return policy.sinks > 0
+    return target != "snapkv" or policy.kv_budget is not None

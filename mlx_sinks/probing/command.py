@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -16,49 +16,52 @@ from ..measuring.text import MANUAL, text_ids
 from ..patches.registry import versions
 from ..policy import SinkPolicy
 from ..upstream.loading import load_model
+from .reading import Reading
 from .recorder import Recording, probe
 from .report import as_dict, draw, show
 
 
-def run(options: argparse.Namespace, policy: SinkPolicy) -> int:
-    """Probe as the options ask, print, and write; the exit status."""
+def run(
+    reading: Reading, policy: SinkPolicy, *, worst: int, as_json: bool, out: Path | None
+) -> int:
+    """Probe, print JSON or the worst layers, write to a folder; the exit status."""
     errors = Console(stderr=True)
-    seen, tokens = observe(options, policy, errors)
+    seen, tokens = observe(reading, policy, errors)
     result = {
-        "model": options.model,
-        "text": options.text.name if options.text else MANUAL,
+        "model": reading.model,
+        "text": reading.text.name if reading.text else MANUAL,
         "tokens": tokens,
         "versions": versions(),
         "device": str(mx.default_device()),
         **as_dict(seen),
     }
     written = json.dumps(result, indent=2) + "\n"
-    if options.out:
-        (options.out / "probe.json").write_text(written)
+    if out:
+        (out / "probe.json").write_text(written)
         try:
-            draw(seen, options.out / "probe.png", f"{options.model}, {seen.policy}")
+            draw(seen, out / "probe.png", f"{reading.model}, {seen.policy}")
         except ImportError:
             errors.print(
                 "mlx-sinks: no matplotlib, so no picture: "
                 "pip install 'mlx-sinks[plots]'",
                 markup=False,
             )
-    if options.json:
+    if as_json:
         sys.stdout.write(written)
     else:
-        show(seen, Console(), options.worst)
+        show(seen, Console(), worst)
     return 0
 
 
 def observe(
-    options: argparse.Namespace, policy: SinkPolicy, errors: Console
+    reading: Reading, policy: SinkPolicy, errors: Console
 ) -> tuple[Recording, int]:
-    """Load the options' model and read their text; what was seen of how many tokens."""
-    with errors.status(f"Loading {escape(options.model)} …"):
-        model, tokenizer = load_model(options.model, options.trust_remote_code)
-    all_ids = text_ids(tokenizer, options.text)
-    with probe(model, policy, block=options.block, queries=options.queries) as seen:
-        wanted = options.tokens or 2 * seen.index_topk
+    """Load the model and read the text; what was seen of how many tokens."""
+    with errors.status(f"Loading {escape(reading.model)} …"):
+        model, tokenizer = load_model(reading.model, reading.trust_remote_code)
+    all_ids = text_ids(tokenizer, reading.text)
+    with probe(model, policy, block=reading.block, queries=reading.queries) as seen:
+        wanted = reading.tokens or 2 * seen.index_topk
         ids = all_ids[:wanted]
         if len(ids) < wanted:
             raise ValueError(f"the text has {len(ids)} tokens, not {wanted}")
@@ -70,8 +73,8 @@ def observe(
         cache = make_prompt_cache(model)
         with Progress(console=errors, transient=True) as progress:
             task = progress.add_task("Probing", total=wanted)
-            for start in range(0, wanted, options.chunk):
-                tokens = mx.array(ids[start : start + options.chunk])[None]
+            for start in range(0, wanted, reading.chunk):
+                tokens = mx.array(ids[start : start + reading.chunk])[None]
                 mx.eval(model(tokens, cache))
                 progress.advance(task, tokens.size)
     if not seen.queries:

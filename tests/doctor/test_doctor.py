@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -15,7 +16,9 @@ import mlx_sinks
 import small_models
 from mlx_sinks import cli
 from mlx_sinks.doctor import checkpoint_files, places
+from mlx_sinks.doctor import command as doctor_command
 from mlx_sinks.patches.registry import PATCHES
+from mlx_sinks.policy import Settings
 from processes import command, run
 
 INDEX_TOPK = small_models.INDEX_TOPK
@@ -253,8 +256,40 @@ def test_an_upstream_without_the_fault_is_not_affected(monkeypatch):
         "make_mask",
         PATCHES["rotating"]._make_mask.__globals__["rotating_mask"],
     )
-    (found,) = (p for p in places.examine(frozenset()) if p.target == "rotating")
+    (found,) = (p for p in places.examine(Settings()) if p.target == "rotating")
     assert not any("hides" in fault for fault in found.faults)
+
+
+@pytest.fixture
+def without_another_package(monkeypatch):
+    """A place of a package that isn't installed, after those that are there."""
+
+    def examine(settings):
+        found = places.examine(settings)
+        facts = {"target": "elsewhere", "package": "mlx-other", "installed": False}
+        nothing = {"faults": [], "cured": False, "on": False, "refused": None}
+        return [*found, replace(found[0], **facts, **nothing)]
+
+    monkeypatch.setattr(doctor_command, "examine", examine)
+
+
+@pytest.mark.usefixtures("without_another_package")
+def test_a_package_that_is_not_installed_is_said_and_nothing_more(capsys, doctor):
+    status, result = doctor(variable="1")
+    assert (status, causes(result)) == (0, [])
+    assert (result["places"][-1]["package"], len(result["on"])) == ("mlx-other", 4)
+    assert cli.main(["doctor"]) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "else" in line]
+    assert "mlx-other is not" in row and row.count("—") == 2
+
+
+@pytest.mark.usefixtures("without_another_package")
+def test_a_checkpoint_is_examined_and_probed_without_it(doctor, folders):
+    for name, variable in (("glm", ON), ("llama", ON), ("llama", None)):
+        assert doctor("--model", folders[name], variable=variable)[0] == 0
+    options = ("--model", folders["glm"], "--probe", "--tokens", 40)
+    status, result = doctor(*options, variable=ON)
+    assert result["verdicts"][-1]["cause"].startswith("indexers")
 
 
 def test_a_release_that_is_refused(monkeypatch, doctor):
@@ -345,13 +380,14 @@ def test_a_probe_that_can_not_be_leaves_the_rest(doctor, folders, tmp_path):
 
 
 def test_the_command_says_what_it_found(folders, tmp_path):
-    written = tmp_path / "doctor.json"
+    out = tmp_path / "new" / "folder"
     argv = (command("mlx-sinks"), "doctor", "--model", folders["shared"])
-    sick = run(*argv, "--out", written)
+    sick = run(*argv, "--out", out)
     assert (sick.status, sick.stderr) == (1, "")
     assert "shared layers uninitialised: 3 of 7" in sick.stdout
     assert f"MLX_SINKS=1 mlx_lm.generate --model {folders['shared']}" in sick.stdout
-    assert causes(json.loads(written.read_text()))[0] == "shared layers uninitialised"
+    written = json.loads((out / "doctor.json").read_text())
+    assert causes(written)[0] == "shared layers uninitialised"
     well = run(*argv, MLX_SINKS="1")
     assert (well.status, well.stderr) == (0, "")
 
@@ -371,6 +407,8 @@ def test_the_command_says_what_it_found(folders, tmp_path):
         (["--model", "nobody/has-this"], "can't be read from the hub"),
         (["--probe"], "which, with --model"),
         (["--context", "100"], "which, with --model"),
+        (["--queries", "9", "--block", "8"], "--queries 9 exceeds --block 8"),
+        (["--model", "list of files"], "its weight_map names no files"),
     ],
 )
 def test_what_can_not_be_gets_a_sentence(
@@ -390,6 +428,10 @@ def test_what_can_not_be_gets_a_sentence(
             "model.safetensors.index.json": json.dumps(
                 {"weight_map": {"a": "model-2.safetensors"}}
             ),
+        },
+        "list of files": {
+            "config.json": json.dumps(config),
+            "model.safetensors.index.json": '{"weight_map": ["a"]}',
         },
         "no weights": {"config.json": json.dumps(config)},
         "torn": {"config.json": json.dumps(config), "model.safetensors": "torn"},
@@ -440,9 +482,10 @@ def test_a_configuration_with_something_odd(folders, tmp_path, capsys, facts, ca
         assert status == 1 and f"✗ {cause}: " in printed.out
 
 
-@pytest.mark.parametrize("out", [".", "no/such/folder/doctor.json"])
-def test_a_file_that_can_not_be_written_is_known_before(out, tmp_path, monkeypatch):
+@pytest.mark.parametrize("out", ["file", "file/folder"])
+def test_a_folder_that_can_not_be_is_known_before(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as exit:
         cli.main(["doctor", "--out", out])
     assert exit.value.code == 2
