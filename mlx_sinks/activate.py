@@ -1,6 +1,6 @@
 """Switching on by environment variable: ``mlx_sinks.pth`` calls ``start`` at start-up.
 
-Nothing of MLX is imported before the program imports mlx-lm itself.
+Nothing of MLX is imported before the program imports such a package itself.
 """
 
 from __future__ import annotations
@@ -15,33 +15,43 @@ from collections.abc import Callable
 
 from .policy import VARIABLE, PolicyError, Settings, SinkPolicy
 from .sparse.schedule import CheckpointError
+from .targets import TARGETS
 
 
 @functools.cache  # a virtual environment may process its .pth files twice
 def start() -> None:
-    """Watch for mlx-lm; called at interpreter start where ``MLX_SINKS`` is set."""
-    # A malformed value is said to programs that import mlx-lm, and to no others.
+    """Watch for upstream packages; called at interpreter start with ``MLX_SINKS``."""
+    # A malformed value is said to programs that import upstream, and to no others.
     with contextlib.suppress(PolicyError):
-        if SinkPolicy.from_env() is None:
+        if Settings.from_env().policy is None:
             return
-    _when_imported("mlx_lm", _on_mlx_lm)
+    for root in {target.root for target in TARGETS.values()}:
+        _when_imported(root, functools.partial(_on_package, root))
 
 
-def _on_mlx_lm() -> None:
-    sys.excepthook = functools.partial(_say_ours, sys.excepthook)
-    threading.excepthook = functools.partial(_say_ours_of_thread, threading.excepthook)
-    policy = SinkPolicy.from_env()
-    if policy is None:  # the program itself has switched it off since
-        return
-    from .patches.registry import PATCHES, install_from_environment, targets_of
-
+def _on_package(root: str) -> None:
+    """Have what is patched of a package patched when it is imported."""
+    _say_ours_in_a_sentence()
+    settings = Settings.from_env()
     # One hook a module: where one of its patches is refused, none of them is in.
     targets = collections.defaultdict(list)
-    for name in set(targets_of(policy)) - set(Settings.from_env().off):
-        targets[PATCHES[name].module].append(name)
+    for name in settings.targets:  # none, where the program has switched it off since
+        if TARGETS[name].root == root:
+            targets[TARGETS[name].module].append(name)
     for module, names in targets.items():
-        install = functools.partial(install_from_environment, policy, names)
-        _when_imported(module, install)
+        _when_imported(module, functools.partial(_install, settings.policy, names))
+
+
+def _install(policy: SinkPolicy, names: list[str]) -> None:
+    from .patches.registry import install_from_environment  # imports MLX
+
+    install_from_environment(policy, names)
+
+
+@functools.cache
+def _say_ours_in_a_sentence() -> None:
+    sys.excepthook = functools.partial(_say_ours, sys.excepthook)
+    threading.excepthook = functools.partial(_say_ours_of_thread, threading.excepthook)
 
 
 def _when_imported(name: str, act: Callable[[], object]) -> None:
@@ -65,7 +75,7 @@ def _when_imported(name: str, act: Callable[[], object]) -> None:
 
 def _is_about_the_environment(error: BaseException | None) -> bool:
     """Ours, and told whole by its sentence: it names the variable to change."""
-    from .patches.patch import PatchError  # the registry needs mlx-lm
+    from .patches.patch import PatchError  # imports MLX
 
     ours = (CheckpointError, PatchError, PolicyError)
     return isinstance(error, ours) and VARIABLE in str(error)

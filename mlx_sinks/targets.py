@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from importlib import metadata
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ class Target:
 
     def version(self) -> str | None:
         """The installed release of the package; ``None`` where it isn't installed."""
+        from importlib import metadata  # costs more than all else at start-up
+
         try:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:

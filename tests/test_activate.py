@@ -7,6 +7,7 @@ from importlib.metadata import distribution
 
 import pytest
 
+import releases
 from processes import python
 
 # Answers with the names among its arguments that are loaded.
@@ -28,7 +29,7 @@ for _ in range(2):
         print(type(error).__name__)
 """
 
-UNSUPPORTED = "import mlx_lm; mlx_lm.__version__ = '0.99.0'\n"
+UNSUPPORTED = releases.PRETEND.format(package="mlx-lm", release="0.99.0")
 
 
 def loaded(*names, **variables):

@@ -50,8 +50,8 @@ def pytest_runtest_setup(item):
 
 def pytest_runtest_teardown(item):
     registry = sys.modules.get("mlx_sinks.patches.registry")
-    for name, patch in (registry.PATCHES if registry else {}).items():
-        module = sys.modules.get(patch.module)
+    for name, patch in (registry._patches if registry else {}).items():
+        module = sys.modules.get(patch.target.module)
         if module and patch.is_on(module):
             item.user_properties.append(("patched", name))
 """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..patches.registry import PATCHES, PatchError, patched, uninstall
+from ..patches.patch import PatchError
+from ..patches.registry import patch_of, patched, uninstall
 from ..policy import Settings, SinkPolicy
-from ..targets import TARGETS
+from ..targets import TARGETS, Target
 
 
 @dataclass(frozen=True)
@@ -18,30 +19,31 @@ class Place:
     ----------
     target : str
         Name of its patch.
+    package : str
+        Upstream's distribution.
     module : str
         Upstream's module.
+    installed : bool
+        Whether the package is installed; nothing else is known of it where it isn't.
     faults : list of str
-        What goes wrong there in stock mlx-lm; none where it isn't affected.
+        What goes wrong there in stock upstream; none where it isn't affected.
     cured : bool
         Whether the patch mends it here.
     on : bool
-        Whether a command started from this shell has the patch.
+        Whether a command started from this shell has the patch, and a policy that
+        leaves it something to keep.
     refused : str, optional
         Why the patch can't be installed here.
-    package : str
-        Upstream's distribution.
-    installed : bool
-        Whether it is installed; nothing was tried where it isn't.
     """
 
     target: str
+    package: str
     module: str
-    faults: list[str]
-    cured: bool
-    on: bool
-    refused: str | None = None
-    package: str = ""
     installed: bool = True
+    faults: list[str] = field(default_factory=list)
+    cured: bool = False
+    on: bool = False
+    refused: str | None = None
 
     @property
     def open(self) -> bool:
@@ -50,26 +52,31 @@ class Place:
 
 
 def examine(settings: Settings) -> list[Place]:
-    """Try each place in stock mlx-lm and patched. Leaves nothing patched."""
-    places = []
-    for name, patch in PATCHES.items():
-        uninstall()
-        module = importlib.import_module(patch.module)
-        faults, refused = patch.faults(module), None
-        try:
-            # A policy that asks for every patch.
-            with patched(SinkPolicy(kv_budget=1), [name]):
-                cured = not patch.faults(module)
-        except PatchError as error:
-            cured, refused = False, str(error)
-        on = name in settings.targets and _mends(name, settings.policy)
-        package = TARGETS[name].package
-        places.append(Place(name, patch.module, faults, cured, on, refused, package))
-    return places
+    """Try each place in stock upstream and patched. Leaves nothing patched.
+
+    Parameters
+    ----------
+    settings : Settings
+        What ``MLX_SINKS`` says in this shell.
+    """
+    return [_examined(target, settings) for target in TARGETS.values()]
 
 
-def _mends(target: str, policy: SinkPolicy) -> bool:
-    """Whether a policy has something to keep there."""
-    if target in ("dsa", "rotating"):
-        return policy.sinks > 0
-    return target != "snapkv" or policy.kv_budget is not None
+def _examined(target: Target, settings: Settings) -> Place:
+    where = target.name, target.package, target.module
+    if target.version() is None:
+        return Place(*where, installed=False)
+    uninstall()
+    patch = patch_of(target.name)
+    on = target.name in settings.targets and patch.mends(settings.policy)
+    try:
+        faults = patch.faults(importlib.import_module(target.module))
+    except Exception as error:  # code that nobody here has seen
+        faults = [f"it can't be tried ({type(error).__name__}: {error})"]
+    try:
+        # A policy that asks for every patch.
+        with patched(SinkPolicy(kv_budget=1), [target.name]):
+            cured = not patch.faults(importlib.import_module(target.module))
+    except PatchError as error:
+        return Place(*where, faults=faults, on=on, refused=str(error))
+    return Place(*where, faults=faults, cured=cured, on=on)

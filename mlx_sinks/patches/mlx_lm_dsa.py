@@ -7,7 +7,6 @@ Upstream file: ``mlx_lm/models/deepseek_v32.py``. ``glm_moe_dsa`` builds on the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,51 +18,54 @@ from ..policy import SinkPolicy
 from ..sparse.columns import forced_columns
 from ..sparse.indexer import Dialect, indexer_forward
 from ..sparse.selection import is_heard
-from .patch import random_state_kept, replaced_by_others
+from .patch import Patch, Site, random_state_kept
 
 # Nothing forced and nothing computed otherwise: upstream's own selection.
 UPSTREAM = SinkPolicy(0, 0, scoring="upstream")
 
 
-class DSAPatch:
+class DSAPatch(Patch):
     """Replaces ``Indexer.__call__`` by the forward that keeps sinks and recency."""
 
-    name = "dsa"
-    module = "mlx_lm.models.deepseek_v32"
-    supported = ">=0.31.3,<0.33"
+    says_at_once = True
 
-    def __init__(self):
-        self._policy: SinkPolicy | None = None
+    def sites(self, module: ModuleType) -> list[Site]:
+        return [Site(module.Indexer, "__call__", self._forward)]
+
+    def _forward(self, policy, upstream, indexer, x, qr, mask, cache=None):
+        dialect = _dialect(self.version)
+        return indexer_forward(
+            indexer, x, qr, mask, cache, policy=policy, dialect=dialect
+        )
+
+    def policy_for(self, indexer: nn.Module, *_: Any) -> SinkPolicy | None:
+        policy = getattr(indexer, "sink_policy", None) or self._policy
+        if policy is None and is_heard():
+            return UPSTREAM  # where its selection can be seen
+        return policy
 
     def keeps(self, policy: SinkPolicy) -> str:
         return str(policy)
 
-    def wanted(self, policy: SinkPolicy) -> bool:
-        return True
-
-    def announce(self, say: Callable[[], None]) -> None:
-        say()
+    def mends(self, policy: SinkPolicy) -> bool:
+        return policy.sinks > 0
 
     def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
         return [part for part in model.modules() if _calls_upstream(part, module)]
 
-    def is_on(self, module: ModuleType) -> bool:
-        # A wrapper made with functools.wraps has our mark too, and calls us.
-        return hasattr(_call(module), "sinks_forward")
-
-    def self_check(self, module: ModuleType, version: str) -> str | None:
-        if reason := replaced_by_others(module.Indexer.__call__, self.module):
-            return reason
+    def self_check(self, module: ModuleType) -> str | None:
         with random_state_kept():
             indexer = _small_indexer(module)
+        upstream = self.sites(module)[0].upstream
         ours = functools.partial(
             indexer_forward,
             indexer,
             policy=UPSTREAM,
-            dialect=_dialect(version),
+            dialect=_dialect(self.version),
         )
         for case, (left_padding, steps) in _CASES.items():
-            expected = _selections(module, indexer, left_padding, steps)
+            theirs = functools.partial(upstream, indexer)
+            expected = _selections(module, theirs, left_padding, steps)
             if not _same(_selections(module, ours, left_padding, steps), expected):
                 return f"the patched Indexer differs from upstream's {case}"
         return None
@@ -84,37 +86,6 @@ class DSAPatch:
             return []
         return [f"{lost} of {made} selections leave out a first or newest token"]
 
-    def install(
-        self, module: ModuleType, version: str, policy: SinkPolicy | None
-    ) -> None:
-        self._policy = policy
-        if not self.is_on(module):
-            module.Indexer.__call__ = self._forward(
-                module.Indexer.__call__, _dialect(version)
-            )
-
-    def uninstall(self, module: ModuleType) -> None:
-        # Somebody may have wrapped our forward since: then it stays, passing through.
-        self._policy = None
-        call = _call(module)
-        if getattr(call, "sinks_forward", None) is call is not None:
-            module.Indexer.__call__ = call.__wrapped__
-
-    def _forward(self, upstream, dialect):
-        @functools.wraps(upstream)
-        def forward(indexer, x, qr, mask, cache=None):
-            policy = getattr(indexer, "sink_policy", None) or self._policy
-            if policy is None and is_heard():
-                policy = UPSTREAM  # where its selection can be seen
-            if policy is None:
-                return upstream(indexer, x, qr, mask, cache=cache)
-            return indexer_forward(
-                indexer, x, qr, mask, cache, policy=policy, dialect=dialect
-            )
-
-        forward.sinks_forward = forward
-        return forward
-
 
 def _calls_upstream(part: nn.Module, module: ModuleType) -> bool:
     if not isinstance(part, module.Indexer):
@@ -124,11 +95,7 @@ def _calls_upstream(part: nn.Module, module: ModuleType) -> bool:
     return extends or type(part).__call__ is module.Indexer.__call__
 
 
-def _call(module: ModuleType) -> Any:
-    indexer = getattr(module, "Indexer", None)
-    return indexer and indexer.__call__
-
-
+@functools.cache
 def _dialect(version: str) -> Dialect:
     if Version(version) < Version("0.32.0"):
         return Dialect(_append_keys_031, _sum_heads_at_once)

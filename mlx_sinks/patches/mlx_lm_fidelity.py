@@ -8,29 +8,43 @@ with an epsilon of 1e-5 where the reference implementation has 1e-6.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from types import ModuleType
-from typing import Any
 
 from ..policy import SinkPolicy
 from ..sparse.schedule import K_NORM_EPS, ROPE_KEY, indexer_interleaves
-from .patch import FunctionsPatch, random_state_kept
+from .patch import Patch, Site, random_state_kept
 
 
-class FidelityPatch(FunctionsPatch):
+class FidelityPatch(Patch):
     """Corrects each indexer as it is built."""
 
-    name = "indexer_fidelity"
-    module = "mlx_lm.models.deepseek_v32"
-    supported = ">=0.31.3,<0.33"
+    def sites(self, module: ModuleType) -> Iterator[Site]:
+        yield Site(module.Indexer, "__init__", self._init)
+        if not reads_convention(module):
+            # All kinds' arguments come from here; this one drops what it doesn't know.
+            yield Site(module.BaseModelArgs, "from_dict", self._from_dict)
+
+    def _init(self, policy, upstream, indexer, args):
+        upstream(indexer, args)
+        indexer.k_norm.eps = K_NORM_EPS
+        interleaves = getattr(args, ROPE_KEY, None)
+        if interleaves not in (None, indexer.rope.traditional):
+            indexer.rope.traditional = interleaves
+            self.say()
+
+    def _from_dict(self, policy, upstream, cls, config):
+        args = upstream(cls, config)
+        interleaves = indexer_interleaves(config)
+        if interleaves is not None and not hasattr(args, ROPE_KEY):
+            setattr(args, ROPE_KEY, interleaves)
+        return args
 
     def keeps(self, policy: SinkPolicy) -> str:
         return "the checkpoint's rotary embedding of indexers"
 
-    def self_check(self, module: ModuleType, version: str) -> str | None:
-        if reason := self._replaced_by_others(module):
-            return reason
+    def self_check(self, module: ModuleType) -> str | None:
         with random_state_kept():
             indexer = module.Indexer(module.ModelArgs(**_SMALL))
         for part, fact in (("rope", "traditional"), ("k_norm", "eps")):
@@ -51,28 +65,6 @@ class FidelityPatch(FunctionsPatch):
                     f"the epsilon of k_norm isn't {K_NORM_EPS:g} (tiny keys only)"
                 )
         return list(found.values())
-
-    def _sites(self, module: ModuleType) -> Iterator[tuple[Any, str, Callable]]:
-        """What is replaced, where, and by what."""
-        yield module.Indexer, "__init__", self._init
-        if not reads_convention(module):
-            # All kinds' arguments come from here; this one drops what it doesn't know.
-            yield module.BaseModelArgs, "from_dict", self._from_dict
-
-    def _init(self, upstream, indexer, args):
-        upstream(indexer, args)
-        indexer.k_norm.eps = K_NORM_EPS
-        interleaves = getattr(args, ROPE_KEY, None)
-        if interleaves not in (None, indexer.rope.traditional):
-            indexer.rope.traditional = interleaves
-            self._say()
-
-    def _from_dict(self, upstream, cls, config):
-        args = upstream(cls, config)
-        interleaves = indexer_interleaves(config)
-        if interleaves is not None and not hasattr(args, ROPE_KEY):
-            setattr(args, ROPE_KEY, interleaves)
-        return args
 
 
 def reads_convention(module: ModuleType) -> bool:

@@ -17,45 +17,29 @@ import mlx.nn as nn
 
 from ..policy import SinkPolicy
 from ..sparse.schedule import FULL, SHARED
-from .patch import random_state_kept
+from .patch import Patch, Site, random_state_kept
 
 
-class IndexSharePatch:
-    """Replaces the model's class and its arguments' by ones that follow a schedule."""
+class IndexSharePatch(Patch):
+    """Replaces the model's class and its arguments' by ones that follow a schedule.
 
-    name = "index_share"
-    module = "mlx_lm.models.glm_moe_dsa"
-    supported = ">=0.31.3,<0.33"
+    Models that were built meanwhile keep to their schedule.
+    """
 
-    def __init__(self):
-        # By the names that both have; upstream's module may be half imported before.
-        self._ours: dict[str, type] = {}
-        self._upstreams: dict[str, type] = {}
+    def sites(self, module: ModuleType) -> list[Site]:
+        # Builds on upstream's module, which may be half imported before.
+        from ..sparse.index_share import SharingArgs, SharingGLM
+
+        SharingGLM.say = staticmethod(self.say)  # few models share anything
+        return [
+            Site(module, "ModelArgs", SharingArgs),
+            Site(module, "Model", SharingGLM),
+        ]
 
     def keeps(self, policy: SinkPolicy) -> str:
         return "full layers' selections for shared ones"
 
-    def wanted(self, policy: SinkPolicy) -> bool:
-        return True
-
-    def announce(self, say: Callable[[], None]) -> None:
-        self._ours["Model"].say = staticmethod(say)  # few models share anything
-
-    def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
-        return []  # whether a model shares is decided when it is built
-
-    def is_on(self, module: ModuleType) -> bool:
-        return bool(self._ours) and all(
-            getattr(module, name) is ours for name, ours in self._ours.items()
-        )
-
-    def self_check(self, module: ModuleType, version: str) -> str | None:
-        for name, ours in _classes().items():
-            upstream = getattr(module, name)
-            if upstream.__module__ != module.__name__:
-                return f"{name} is replaced by a class of {upstream.__module__}"
-            if upstream not in ours.__bases__:
-                return f"{name} was loaded again after it had been patched"
+    def self_check(self, module: ModuleType) -> str | None:
         with random_state_kept():
             ours, theirs = _small_models()
         for L in (9, 1, 3):
@@ -70,33 +54,6 @@ class IndexSharePatch:
         if isinstance(model.layers[1].self_attn.indexer, nn.Module):
             return ["layers marked as shared select with random indexers of their own"]
         return []
-
-    def install(
-        self, module: ModuleType, version: str, policy: SinkPolicy | None
-    ) -> None:
-        if not self.is_on(module):
-            self._ours = _classes()
-            self._upstreams = {name: getattr(module, name) for name in self._ours}
-            for name, ours in self._ours.items():
-                setattr(module, name, ours)
-
-    def uninstall(self, module: ModuleType) -> None:
-        # Models that were built meanwhile keep to their schedule.
-        if self.is_on(module):
-            self.announce(lambda: None)
-            for name, upstream in self._upstreams.items():
-                setattr(module, name, upstream)
-            self._ours = {}
-
-
-def _classes() -> dict[str, type]:
-    """Ours by the names that upstream's have."""
-    from ..sparse.index_share import (  # builds on upstream's module
-        SharingArgs,
-        SharingGLM,
-    )
-
-    return {"ModelArgs": SharingArgs, "Model": SharingGLM}
 
 
 def _small_models() -> tuple[Callable, Callable]:

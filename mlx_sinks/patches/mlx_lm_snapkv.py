@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -26,15 +26,26 @@ from ..budgets.compaction import (
 from ..budgets.observation import observed
 from ..budgets.snapkv import SnapKV
 from ..policy import VARIABLE, PolicyError, SinkPolicy
-from .patch import FunctionsPatch
+from .patch import Patch, Site, everywhere
 
 
-class SnapKVPatch(FunctionsPatch):
+class SnapKVPatch(Patch):
     """Compacts what mlx-lm has read of a prompt before it generates."""
 
-    name = "snapkv"
-    module = "mlx_lm.generate"
-    supported = ">=0.31.3,<0.33"
+    def sites(self, module: ModuleType) -> Iterator[Site]:
+        """What reads prompts, alone and in batches, and what stores them.
+
+        Upstream's cache of prompts would trim a compacted one like any other.
+        """
+        for name in ("generate_step", "speculative_generate_step"):
+            yield from everywhere(module, name, getattr(self, f"_{name}"))
+        yield Site(module, "_extend_cache", self._extend_cache)
+        batch = module.PromptProcessingBatch
+        for name in ("__init__", "prompt", "generate"):
+            yield Site(batch, name, getattr(self, f"_batch_{name.strip('_')}"))
+        shelf = sys.modules["mlx_lm.models.cache"].LRUPromptCache
+        for name in ("insert_cache", "fetch_nearest_cache"):
+            yield Site(shelf, name, getattr(self, f"_{name}"))
 
     def wanted(self, policy: SinkPolicy) -> bool:
         return policy.kv_budget is not None
@@ -44,26 +55,23 @@ class SnapKVPatch(FunctionsPatch):
             return "prompts whole, without a kv_budget,"
         return f"{policy.sinks} sinks of prompts compacted to {policy.kv_budget} rows"
 
-    def self_check(self, module: ModuleType, version: str) -> str | None:
-        if reason := self._replaced_by_others(module):
-            return reason
+    def self_check(self, module: ModuleType) -> str | None:
         # So it stands there while Python looks for the module that it shall run.
-        if sys.argv[:1] == ["-m"] and {self.module, f"-m{self.module}"} & {
-            *sys.orig_argv
-        }:
+        name = module.__name__
+        if sys.argv[:1] == ["-m"] and {name, f"-m{name}"} & {*sys.orig_argv}:
             return (
-                f"python -m {self.module} runs a copy of it that nothing reaches: use "
+                f"python -m {name} runs a copy of it that nothing reaches: use "
                 "the command mlx_lm.generate"
             )
         for function, names in _ARGUMENTS.items():
             holder, _, name = function.rpartition(".")
             holder = getattr(module, holder) if holder else module
-            found = inspect.signature(self._upstream(holder, name)).parameters
+            found = inspect.signature(_upstream(holder, name)).parameters
             if missing := [each for each in names if each not in found]:
                 return f"{function} doesn't take {', '.join(missing)}"
         read = _Steps()
         prompt = mx.arange(5)
-        steps = self._upstream(module, "generate_step")(
+        steps = _upstream(module, "generate_step")(
             prompt, read, max_tokens=1, prefill_step_size=3, prompt_cache=[]
         )
         next(steps)
@@ -82,69 +90,44 @@ class SnapKVPatch(FunctionsPatch):
         fault = f"keeps {len(kept)} of {sinks} sinks in a budget of {budget} rows"
         return [fault] * (len(kept) < sinks)
 
-    def _sites(self, module: ModuleType) -> Iterator[tuple[Any, str, Callable]]:
-        """What is replaced, where, and by what: functions wherever they were imported.
-
-        Upstream's cache of prompts would trim a compacted one like any other.
-        """
-        for name in ("generate_step", "speculative_generate_step"):
-            for holder in list(sys.modules.values()):
-                function = getattr(holder, "__dict__", {}).get(name)
-                if getattr(function, "__module__", None) == module.__name__:
-                    yield holder, name, getattr(self, f"_{name}")
-        yield module, "_extend_cache", self._extend_cache
-        batch = module.PromptProcessingBatch
-        for name in ("__init__", "prompt", "generate"):
-            yield batch, name, getattr(self, f"_batch_{name.strip('_')}")
-        shelf = sys.modules["mlx_lm.models.cache"].LRUPromptCache
-        for name in ("insert_cache", "fetch_nearest_cache"):
-            yield shelf, name, getattr(self, f"_{name}")
-
-    def _method(self) -> SnapKV | None:
-        policy = self._policy
-        if policy is None or policy.kv_budget is None:
-            return None
-        return SnapKV(policy.kv_budget, sink_tokens=policy.sinks)
-
-    def _generate_step(self, upstream, prompt, model, *arguments, **named):
-        if method := self._method():
-            _refuse_to_quantise(named)
-            caches = _caches(named, model)
-            model = self._compacting(model, caches, method, prompt, named)
+    def _generate_step(self, policy, upstream, prompt, model, *arguments, **named):
+        _refuse_to_quantise(named)
+        caches = _caches(named, model)
+        model = self._compacting(policy, model, caches, prompt, named)
         return upstream(prompt, model, *arguments, **named)
 
     def _speculative_generate_step(
-        self, upstream, prompt, model, draft_model, *arguments, **named
+        self, policy, upstream, prompt, model, draft_model, *arguments, **named
     ):
-        if method := self._method():
-            _refuse_to_quantise(named)
-            caches = _caches(named, model, draft_model)
-            # Upstream divides them so.
-            own, drafts = caches[: len(model.layers)], caches[len(model.layers) :]
-            model = self._compacting(model, own, method, prompt, named)
-            draft_model = self._compacting(draft_model, drafts, method, prompt, named)
-            caches[:] = own + drafts
+        _refuse_to_quantise(named)
+        caches = _caches(named, model, draft_model)
+        # Upstream divides them so.
+        own, drafts = caches[: len(model.layers)], caches[len(model.layers) :]
+        model = self._compacting(policy, model, own, prompt, named)
+        draft_model = self._compacting(policy, draft_model, drafts, prompt, named)
+        caches[:] = own + drafts
         return upstream(prompt, model, draft_model, *arguments, **named)
 
-    def _compacting(self, model, caches, method, prompt, named):
+    def _compacting(self, policy, model, caches, prompt, named):
         """The model, which compacts its caches before it reads the prompt's last."""
         make_compactable(model, caches)
         embeddings = named.get("input_embeddings")
         tokens = len(prompt if embeddings is None else embeddings)
-        return compacting(model, method, tokens - 1, self._done)
+        return compacting(model, _method(policy), tokens - 1, self._done)
 
     def _done(self, caches: list[Any], method: SnapKV) -> None:
-        self._say()
+        self.say()
         warn_of_whole(caches, method)
 
-    def _batch_init(self, upstream, batch, model, uids, caches, *arguments, **named):
-        if self._method():
-            caches = [list(each) for each in caches]
-            for each in caches:
-                make_compactable(model, each)
+    def _batch_init(
+        self, policy, upstream, batch, model, uids, caches, *arguments, **named
+    ):
+        caches = [list(each) for each in caches]
+        for each in caches:
+            make_compactable(model, each)
         return upstream(batch, model, uids, caches, *arguments, **named)
 
-    def _extend_cache(self, upstream, caches, others):
+    def _extend_cache(self, policy, upstream, caches, others):
         """Sequences that were there before a budget may be joined by others."""
         plain = sys.modules["mlx_lm.models.cache"].BatchKVCache
         for pair in ((caches, others), (others, caches)):
@@ -153,37 +136,45 @@ class SnapKVPatch(FunctionsPatch):
                     pair[0][layer] = BatchCompactCache.of(one)
         return upstream(caches, others)
 
-    def _batch_prompt(self, upstream, batch, tokens):
-        method = self._method()
-        if method is None or not tokens:
+    def _batch_prompt(self, policy, upstream, batch, tokens):
+        if not tokens:
             return upstream(batch, tokens)
         model, batch.model = batch.model, observed(batch.model)
         try:
-            with listening(batch.prompt_cache, method.window):
+            with listening(batch.prompt_cache, _method(policy).window):
                 return upstream(batch, tokens)
         finally:
             batch.model = model
 
-    def _batch_generate(self, upstream, batch, tokens):
-        if method := self._method():
-            if any(len(each) > 1 for each in tokens):
-                batch.prompt([each[:-1] for each in tokens])
-                tokens = [each[-1:] for each in tokens]
-            compact(batch.prompt_cache, method)
-            self._done(batch.prompt_cache, method)
+    def _batch_generate(self, policy, upstream, batch, tokens):
+        if any(len(each) > 1 for each in tokens):
+            batch.prompt([each[:-1] for each in tokens])
+            tokens = [each[-1:] for each in tokens]
+        compact(batch.prompt_cache, _method(policy))
+        self._done(batch.prompt_cache, _method(policy))
         return upstream(batch, tokens)
 
-    def _insert_cache(self, upstream, shelf, model, tokens, prompt_cache, **named):
+    def _insert_cache(
+        self, policy, upstream, shelf, model, tokens, prompt_cache, **named
+    ):
         # A prompt as it is before its last token; the system's serves other questions.
-        if (method := self._method()) and named.get("cache_type") != "system":
-            compact(prompt_cache, method)
+        if named.get("cache_type") != "system":
+            compact(prompt_cache, _method(policy))
         _shelve(prompt_cache, True)
         return upstream(shelf, model, tokens, prompt_cache, **named)
 
-    def _fetch_nearest_cache(self, upstream, shelf, model, tokens):
+    def _fetch_nearest_cache(self, policy, upstream, shelf, model, tokens):
         caches, rest = upstream(shelf, model, tokens)
         _shelve(caches or [], False)
         return caches, rest
+
+
+def _method(policy: SinkPolicy) -> SnapKV:
+    return SnapKV(policy.kv_budget, sink_tokens=policy.sinks)
+
+
+def _upstream(holder: Any, name: str) -> Any:
+    return Site(holder, name, None).upstream
 
 
 class _Steps:

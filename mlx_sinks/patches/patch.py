@@ -1,130 +1,229 @@
-"""What patches have to know of the code that they replace."""
+"""The base of all patches: code goes in upstream's place, and out again."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from packaging.specifiers import SpecifierSet
 
 from ..policy import SinkPolicy
+from ..targets import Target
 
 
 class PatchError(RuntimeError):
     """An upstream that can't be patched; it is left as it was."""
 
 
-def replaced_by_others(function: Callable, module: str) -> str | None:
-    """Whose code stands in a function's place, if it isn't its own module's."""
-    if function.__module__ == module and not hasattr(function, "__wrapped__"):
-        return None
-    code = getattr(function, "__code__", None)
-    place = f" in {code.co_filename}" if code else ""
-    return (
-        f"{function.__qualname__} is replaced by code of {function.__module__}{place}"
-    )
+@dataclass(frozen=True)
+class Site:
+    """One function or class of upstream's that a patch replaces.
 
-
-class FunctionsPatch:
-    """A patch that replaces functions of upstream's modules and classes.
-
-    While no policy is in force the functions in place pass through to upstream's.
+    Parameters
+    ----------
+    holder : module or class
+        Where it is found.
+    name : str
+        Under which name.
+    ours : callable or type
+        A function is called with the policy in force, upstream's function, and the
+        call's arguments. A class takes the place of upstream's, which it builds on.
     """
 
-    module: str
+    holder: Any
+    name: str
+    ours: Callable | type
 
-    def __init__(self):
+    @property
+    def found(self) -> Any:
+        """What is there now; of a class method, its function."""
+        value = vars(self.holder)[self.name]
+        return getattr(value, "__func__", value)
+
+    @property
+    def upstream(self) -> Any:
+        """What upstream has there, whether ours stands in its place or not."""
+        return self.replaced or self.found
+
+    @property
+    def replaced(self) -> Any | None:
+        """What ours replaces; ``None`` where something else is there."""
+        ours, upstream = getattr(self.found, "sinks_upstream", (None, None))
+        return upstream if ours is self.found else None
+
+    @property
+    def leads_to_ours(self) -> bool:
+        """Whether calls reach ours; a wrapper or subclass of it has its mark."""
+        return hasattr(self.found, "sinks_upstream")
+
+    def put(self, value: Any) -> None:
+        """Have a function or class there."""
+        bound = isinstance(vars(self.holder)[self.name], classmethod)
+        setattr(self.holder, self.name, classmethod(value) if bound else value)
+
+    def strange(self, module: str) -> str | None:
+        """Whose code is there, if it is neither ours nor upstream's."""
+        code, home = self.upstream, getattr(self.holder, "__module__", module)
+        if isinstance(code, type) and code not in self.ours.__mro__:
+            if code.__module__ == home:
+                return f"{self.name} was loaded again after it had been patched"
+        elif code.__module__ == home and not hasattr(code, "__wrapped__"):
+            return None
+        file = getattr(getattr(code, "__code__", None), "co_filename", None)
+        return (
+            f"{code.__qualname__} is replaced by code of {code.__module__}"
+            + f" in {file}" * bool(file)
+        )
+
+
+class Patch:
+    """One upstream place that loses sinks, and its cure.
+
+    A subclass says what it replaces (``sites``), what a correct upstream does
+    (``self_check``), what goes wrong (``faults``) and what it keeps, in words
+    (``keeps``). All the rest is here. While no policy is in force, functions that are
+    still in place pass through to upstream's.
+
+    Parameters
+    ----------
+    target : Target
+        The row of ``targets.TARGETS`` that names this class.
+    """
+
+    # Whether what is kept is said at installation, or when it first matters.
+    says_at_once = False
+
+    def __init__(self, target: Target):
+        self.target = target
+        # The release of the package, once it was looked at.
+        self.version: str | None = None
         self._policy: SinkPolicy | None = None
         self._say: Callable[[], None] = lambda: None
 
-    def _sites(self, module: ModuleType) -> Iterator[tuple[Any, str, Callable]]:
-        """What is replaced: its holder, its name, and ours, which gets it first."""
+    def sites(self, module: ModuleType) -> Iterable[Site]:
+        """What is replaced, where, and by what."""
+        raise NotImplementedError
+
+    def self_check(self, module: ModuleType) -> str | None:
+        """What differs from this upstream with nothing forced; ``None`` if nothing."""
+        return None
+
+    def faults(self, module: ModuleType) -> list[str]:
+        """What goes wrong at this place now, found by running what is in force."""
+        raise NotImplementedError
+
+    def keeps(self, policy: SinkPolicy) -> str:
+        """What a policy keeps at this place, in words."""
         raise NotImplementedError
 
     def wanted(self, policy: SinkPolicy) -> bool:
+        """Whether a policy asks for what this patch does."""
         return True
 
+    def mends(self, policy: SinkPolicy) -> bool:
+        """Whether a policy leaves this place anything to keep."""
+        return self.wanted(policy)
+
     def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
+        """The parts of a model that can have a policy of their own here."""
         return []
 
+    def policy_for(self, *arguments: Any) -> SinkPolicy | None:
+        """The policy of one call of a function in place; ``None``: upstream's own."""
+        return self._policy
+
+    def say(self) -> None:
+        """Say what is kept; it is said once."""
+        self._say()
+
     def announce(self, say: Callable[[], None]) -> None:
-        self._say = say  # when one of the functions has something to do
+        """Take the line that tells users what is kept."""
+        self._say = say
+        if self.says_at_once:
+            say()
 
     def is_on(self, module: ModuleType) -> bool:
-        # A wrapper made with functools.wraps has our mark too, and calls us.
-        functions = [
-            _function_of(holder, name) for holder, name, _ in self._known(module)
-        ]
-        return bool(functions) and all(hasattr(f, "sinks_upstream") for f in functions)
+        """Whether upstream's calls reach this patch: a reload may have undone it."""
+        sites = self._known(module)
+        return bool(sites) and all(site.leads_to_ours for site in sites)
 
-    def install(
-        self, module: ModuleType, version: str, policy: SinkPolicy | None
-    ) -> None:
-        self._policy = policy
-        for holder, name, ours in self._sites(module):
-            function = _function_of(holder, name)
-            if not hasattr(function, "sinks_upstream"):
-                _put(holder, name, self._instead_of(function, ours))
-
-    def uninstall(self, module: ModuleType) -> None:
-        # Somebody may have wrapped ours since: then it stays, passing through.
-        self._policy = None
-        for holder, name, _ in self._known(module):
-            if upstream := _upstream_of(_function_of(holder, name)):
-                _put(holder, name, upstream)
-
-    def _known(self, module: ModuleType) -> list[tuple[Any, str, Callable]]:
-        """The sites of an upstream that has them all; nothing is in force elsewhere."""
-        try:
-            return list(self._sites(module))
-        except AttributeError:
-            return []
-
-    def _replaced_by_others(self, module: ModuleType) -> str | None:
-        """Whose code stands in the place of one of the functions."""
-        for holder, name, _ in self._sites(module):
-            function = self._upstream(holder, name)
-            home = getattr(holder, "__module__", module.__name__)
-            if reason := replaced_by_others(function, home):
-                return reason
+    def unsupported(self) -> str | None:
+        """What speaks against the installed release, by its number alone."""
+        package, version = self.target.package, self.target.version()
+        if version is None:
+            return f"{package} isn't installed as a package"
+        if not SpecifierSet(self.target.tested).contains(version, prereleases=True):
+            return f"only {package} {self.target.tested} is supported"
         return None
 
-    @staticmethod
-    def _upstream(holder: Any, name: str) -> Callable:
-        """A function as upstream has it, whether ours stands in its place or not."""
-        function = _function_of(holder, name)
-        return _upstream_of(function) or function
+    def refusal(self, module: ModuleType) -> str | None:
+        """Why an upstream can't be patched; ``None`` where it can."""
+        if reason := self.unsupported():
+            return reason
+        self.version = self.target.version()
+        try:
+            strange = (site.strange(module.__name__) for site in self.sites(module))
+            return next(filter(None, strange), None) or self.self_check(module)
+        except Exception as error:
+            return f"its self-check failed with {type(error).__name__}: {error}"
 
-    def _instead_of(self, upstream: Callable, ours: Callable) -> Callable:
+    def install(self, module: ModuleType, policy: SinkPolicy | None) -> None:
+        """Put the patch in, or give the one that is in another policy."""
+        self._policy = policy
+        for site in self.sites(module):
+            if not site.leads_to_ours:
+                site.put(self._instead_of(site.found, site.ours))
+
+    def uninstall(self, module: ModuleType) -> None:
+        """Put upstream's own code back; nothing to do is not an error."""
+        # Somebody may have wrapped ours since: then it stays, passing through.
+        self._policy = None
+        self._say = lambda: None
+        for site in self._known(module):
+            if upstream := site.replaced:
+                site.put(upstream)
+
+    def _known(self, module: ModuleType) -> list[Site]:
+        """The sites of an upstream that has them all; nothing is in force elsewhere."""
+        try:
+            sites = list(self.sites(module))
+            for site in sites:
+                _ = site.found
+        except (AttributeError, KeyError):
+            return []
+        return sites
+
+    def _instead_of(self, upstream: Any, ours: Any) -> Any:
+        if isinstance(ours, type):
+            ours.sinks_upstream = ours, upstream
+            return ours
+
         @functools.wraps(upstream)
         def function(*arguments, **named):
-            if self._policy is None:
+            policy = self.policy_for(*arguments)
+            if policy is None:
                 return upstream(*arguments, **named)
-            return ours(upstream, *arguments, **named)
+            return ours(policy, upstream, *arguments, **named)
 
         function.sinks_upstream = function, upstream
         return function
 
 
-def _function_of(holder: Any, name: str) -> Callable:
-    """A function of a module or class; a class method's own."""
-    value = vars(holder)[name]
-    return getattr(value, "__func__", value)
-
-
-def _put(holder: Any, name: str, function: Callable) -> None:
-    is_bound = isinstance(vars(holder)[name], classmethod)
-    setattr(holder, name, classmethod(function) if is_bound else function)
-
-
-def _upstream_of(function: Callable) -> Callable | None:
-    """What one of ours replaces; ``None`` for any other, a wrapper of ours included."""
-    ours, upstream = getattr(function, "sinks_upstream", (None, None))
-    return upstream if ours is function else None
+def everywhere(module: ModuleType, name: str, ours: Callable) -> Iterator[Site]:
+    """A function in its own module, and in all that have imported it by that name."""
+    yield Site(module, name, ours)
+    for holder in list(sys.modules.values()):
+        found = getattr(holder, "__dict__", {}).get(name)
+        is_copy = getattr(found, "__module__", None) == module.__name__
+        if is_copy and holder is not module:
+            yield Site(holder, name, ours)
 
 
 @contextmanager

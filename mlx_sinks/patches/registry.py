@@ -1,4 +1,4 @@
-"""Installing and removing patches: whose wish is in force, and what it did."""
+"""Installing and removing patches: whose request is in force, and what it did."""
 
 from __future__ import annotations
 
@@ -7,78 +7,37 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from packaging.specifiers import SpecifierSet
 
 from .._version import __version__
 from ..policy import OFF, VARIABLE, SinkPolicy
-from .mlx_lm_dsa import DSAPatch
-from .mlx_lm_fidelity import FidelityPatch
-from .mlx_lm_index_share import IndexSharePatch
-from .mlx_lm_rotating import RotatingPatch
-from .mlx_lm_snapkv import SnapKVPatch
-from .patch import PatchError
+from ..targets import TARGETS
+from .patch import Patch, PatchError
 
 QUIET_VARIABLE = "MLX_SINKS_QUIET"
 
-
-class Patch(Protocol):
-    """One upstream place that loses sinks, and its cure.
-
-    ``module`` is upstream's, ``supported`` a range of mlx-lm releases.
-    """
-
-    name: str
-    module: str
-    supported: str
-
-    def keeps(self, policy: SinkPolicy) -> str:
-        """What a policy keeps at this place, in words."""
-
-    def announce(self, say: Callable[[], None]) -> None:
-        """Say what is kept: now, or when it first matters."""
-
-    def wanted(self, policy: SinkPolicy) -> bool:
-        """Whether a policy asks for what this patch does."""
-
-    def find(self, model: Any, module: ModuleType) -> list[Any]:
-        """The parts of a model that this patch reaches."""
-
-    def is_on(self, module: ModuleType) -> bool:
-        """Whether upstream's calls reach this patch: a reload may have undone it."""
-
-    def self_check(self, module: ModuleType, version: str) -> str | None:
-        """What differs from this upstream with an empty policy; ``None`` if nothing."""
-
-    def faults(self, module: ModuleType) -> list[str]:
-        """What goes wrong at this place now, found by running what is in force."""
-
-    def install(
-        self, module: ModuleType, version: str, policy: SinkPolicy | None
-    ) -> None:
-        """Put the patch in, or give the one that is in another policy."""
-
-    def uninstall(self, module: ModuleType) -> None:
-        """Put upstream's own code back; nothing to do is not an error."""
+_patches: dict[str, Patch] = {}
 
 
-PATCHES: dict[str, Patch] = {
-    patch.name: patch
-    for patch in (
-        DSAPatch(),
-        RotatingPatch(),
-        IndexSharePatch(),
-        FidelityPatch(),
-        SnapKVPatch(),
-    )
-}
+def patch_of(name: str) -> Patch:
+    """The patch of a target, whose file is imported when it is first asked for."""
+    if name not in _patches:
+        target = TARGETS[name]
+        file, _, kind = target.patch.partition(":")
+        module = importlib.import_module(f".{file}", __package__)
+        _patches.setdefault(name, getattr(module, kind)(target))
+    return _patches[name]
+
+
+def installed_targets() -> list[str]:
+    """Names of the targets whose package is installed."""
+    return [name for name, target in TARGETS.items() if target.version() is not None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +53,7 @@ class PatchReport:
     policy : SinkPolicy
         What is kept.
     versions : str
-        Releases of mlx-sinks, mlx-lm and mlx.
+        Releases of mlx-sinks, the upstream package and mlx.
     """
 
     target: str
@@ -103,16 +62,16 @@ class PatchReport:
     versions: str
 
     def __str__(self):
-        kept = PATCHES[self.target].keeps(self.policy)
+        kept = patch_of(self.target).keeps(self.policy)
         return f"mlx-sinks: keeping {kept} in {self.module} ({self.versions})"
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _Request:
     """What one owner asked for; the last policy for a target is in force.
 
-    A wish without a policy is for the patch alone: ``apply``'s models carry their own,
-    and a probe only looks.
+    A request without a policy is for the patch alone: ``apply``'s models carry their
+    own, and a probe only looks.
     """
 
     owner: Any
@@ -121,13 +80,13 @@ class _Wish:
 
 
 _lock = threading.RLock()
-_wishes: tuple[_Wish, ...] = ()
+_requests: tuple[_Request, ...] = ()
 
 
 def install(
     policy: SinkPolicy | None = None, targets: Iterable[str] | None = None
 ) -> list[PatchReport]:
-    """Patch mlx-lm in this process, for every model of the kinds reached.
+    """Patch upstream in this process, for every model of the kinds reached.
 
     Idempotent: a second call replaces the policy and adds its targets.
 
@@ -136,7 +95,7 @@ def install(
     policy : SinkPolicy, optional
         What to keep; by default ``SinkPolicy()``.
     targets : iterable of str, optional
-        Names of patches; by default all of them.
+        Names of targets; by default all of those whose package is installed.
 
     Returns
     -------
@@ -158,13 +117,14 @@ def install_from_environment(
     policy: SinkPolicy, targets: Iterable[str]
 ) -> list[PatchReport]:
     """``install`` that gives way to whatever the program itself asks for."""
-    return _ask("environment", policy, targets, first=True)
+    wanted = [name for name in targets if patch_of(name).wanted(policy)]
+    return _ask("environment", policy, wanted, first=True) if wanted else []
 
 
 def uninstall() -> None:
     """Put upstream's own code back, whoever had patched it, and however often."""
     with _lock:
-        _set_wishes(())
+        _set_requests(())
 
 
 @contextmanager
@@ -218,7 +178,7 @@ def apply(model: Any, policy: SinkPolicy | None) -> int:
     with _lock:
         parts = _parts(model)
         if policy is not None:
-            _put(_Wish("apply", None, frozenset(parts)))
+            _put(_Request("apply", None, frozenset(parts)))
         for part in (part for found in parts.values() for part in found):
             part.sink_policy = policy
     return sum(map(len, parts.values()))
@@ -243,7 +203,7 @@ def reached(model: Any) -> Iterator[list[Any]]:
     owner = object()
     with _lock:
         parts = _parts(model)
-        _put(_Wish(owner, None, frozenset(parts)))
+        _put(_Request(owner, None, frozenset(parts)))
     try:
         yield [part for found in parts.values() for part in found]
     finally:
@@ -256,14 +216,14 @@ def _parts(model: Any) -> dict[str, list[Any]]:
         raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
     parts = {
         name: found
-        for name, patch in PATCHES.items()
-        if (module := sys.modules.get(patch.module))
-        and (found := patch.find(model, module))
+        for name, target in TARGETS.items()
+        if (module := sys.modules.get(target.module))
+        and (found := patch_of(name).find(model, module))
     }
     if not parts:
         raise ValueError(
             f"{type(model).__name__} has no layer that mlx-sinks patches "
-            f"(known: {', '.join(PATCHES)})"
+            f"(known: {', '.join(TARGETS)})"
         )
     return parts
 
@@ -281,98 +241,105 @@ def _ask(
 ) -> list[PatchReport]:
     check_policy(policy)
     policy = policy or SinkPolicy()
-    names = frozenset(PATCHES if targets is None else targets)
-    if unknown := names - PATCHES.keys():
+    names = frozenset(installed_targets() if targets is None else targets)
+    if unknown := names - TARGETS.keys():
         raise ValueError(
             f"unknown target {', '.join(map(repr, sorted(unknown)))} "
-            f"(known: {', '.join(PATCHES)})"
+            f"(known: {', '.join(TARGETS)})"
         )
     # Outside our lock: an import waits for other threads, which may wait for us.
     for name in names:
-        importlib.import_module(PATCHES[name].module)
+        _import_upstream(patch_of(name))
     with _lock:
-        _put(_Wish(owner, policy, names), first)
-        asked_for = names & {*targets_of(policy)} if targets is None else names
+        _put(_Request(owner, policy, names), first)
+        asked_for = names
+        if targets is None:
+            asked_for = {name for name in names if patch_of(name).wanted(policy)}
         reports = [_report(name, policy) for name in sorted(asked_for)]
     for report in reports:
-        PATCHES[report.target].announce(functools.partial(_say, str(report)))
+        patch_of(report.target).announce(functools.partial(_say, str(report)))
     return reports
 
 
-def targets_of(policy: SinkPolicy) -> list[str]:
-    """Names of the patches that a policy asks for."""
-    return [name for name, patch in PATCHES.items() if patch.wanted(policy)]
+def _import_upstream(patch: Patch) -> None:
+    try:
+        importlib.import_module(patch.target.module)
+    except ImportError as error:
+        raise _refused(patch, patch.unsupported() or str(error)) from None
 
 
-def _put(wish: _Wish, first: bool = False) -> None:
-    """Add a wish to its owner's earlier one, or put it before or after all others."""
-    for place, earlier in enumerate(_wishes):
-        if earlier.owner == wish.owner:
-            wish = replace(wish, targets=wish.targets | earlier.targets)
-            return _set_wishes((*_wishes[:place], wish, *_wishes[place + 1 :]))
-    _set_wishes((wish, *_wishes) if first else (*_wishes, wish))
+def _put(request: _Request, first: bool = False) -> None:
+    """Add to the owner's earlier request, or put it before or after all others."""
+    for number, earlier in enumerate(_requests):
+        if earlier.owner == request.owner:
+            request = replace(request, targets=request.targets | earlier.targets)
+            return _set_requests(
+                (*_requests[:number], request, *_requests[number + 1 :])
+            )
+    _set_requests((request, *_requests) if first else (*_requests, request))
 
 
 def _take_back(owner: Any) -> None:
     with _lock:
-        _set_wishes(tuple(wish for wish in _wishes if wish.owner is not owner))
-
-
-def _set_wishes(wishes: tuple[_Wish, ...]) -> None:
-    """Make these the wishes in force, or change nothing at all."""
-    global _wishes
-    previous, _wishes = _wishes, wishes
-    try:
-        _follow_wishes()
-    except BaseException:
-        _wishes = previous
-        _follow_wishes()
-        raise
-
-
-def _follow_wishes() -> None:
-    for name, patch in PATCHES.items():
-        policies = [wish.policy for wish in _wishes if name in wish.targets]
-        # A model's own wish has no policy for the others.
-        policy = next(filter(None, reversed(policies)), None)
-        module = sys.modules.get(patch.module)
-        if policies and (policy is None or patch.wanted(policy)):
-            version = _mlx_lm_version()
-            if not patch.is_on(module):
-                _refuse_unknown(patch, module, version)
-            patch.install(module, version, policy)
-        elif module is not None:
-            patch.uninstall(module)
-
-
-def _refuse_unknown(patch: Patch, module: ModuleType, version: str) -> None:
-    if not SpecifierSet(patch.supported).contains(version, prereleases=True):
-        reason = f"only mlx-lm {patch.supported} is supported"
-    else:
-        try:
-            reason = patch.self_check(module, version)
-        except Exception as error:
-            reason = f"its self-check failed with {type(error).__name__}: {error}"
-    if reason:
-        raise PatchError(
-            f"can't patch {patch.module} of mlx-lm {version}: {reason}; upstream is "
-            f"left as it is. Install a matching mlx-lm or mlx-sinks, or go on without "
-            f'({VARIABLE}="{patch.name}=0")'
+        _set_requests(
+            tuple(request for request in _requests if request.owner is not owner)
         )
 
 
-def _mlx_lm_version() -> str:
-    return sys.modules["mlx_lm"].__version__
+def _set_requests(requests: tuple[_Request, ...]) -> None:
+    """Make these the requests in force, or change nothing at all."""
+    global _requests
+    previous, _requests = _requests, requests
+    try:
+        _follow_requests()
+    except BaseException:
+        _requests = previous
+        _follow_requests()
+        raise
 
 
-def versions() -> str:
-    """The releases that what we do depends on."""
-    mlx_lm = _mlx_lm_version()
-    return f"mlx-sinks {__version__}, mlx-lm {mlx_lm}, mlx {mx.__version__}"
+def _follow_requests() -> None:
+    for name in filter(_patches.get, TARGETS):
+        patch = _patches[name]
+        policies = [request.policy for request in _requests if name in request.targets]
+        # A model's own request has no policy for the others.
+        policy = next(filter(None, reversed(policies)), None)
+        module = sys.modules.get(patch.target.module)
+        if module is None:
+            continue
+        if policies and (policy is None or patch.wanted(policy)):
+            if not patch.is_on(module) and (reason := patch.refusal(module)):
+                raise _refused(patch, reason)
+            patch.install(module, policy)
+        else:
+            patch.uninstall(module)
+
+
+def _refused(patch: Patch, reason: str) -> PatchError:
+    target = patch.target
+    package = f"{target.package} {target.version() or ''}".strip()
+    return PatchError(
+        f"can't patch {target.module} of {package}: {reason}; upstream is left as it "
+        f"is. Install a matching {target.package} or mlx-sinks, or go on without "
+        f'({VARIABLE}="{target.name}=0")'
+    )
+
+
+def versions(*packages: str) -> str:
+    """The releases that what we do depends on; by default of all packages patched."""
+    releases = {
+        target.package: release
+        for target in TARGETS.values()
+        if target.package in packages or not packages
+        if (release := target.version()) is not None
+    }
+    upstream = [f"{package} {release}" for package, release in releases.items()]
+    return ", ".join([f"mlx-sinks {__version__}", *upstream, f"mlx {mx.__version__}"])
 
 
 def _report(name: str, policy: SinkPolicy) -> PatchReport:
-    return PatchReport(name, PATCHES[name].module, policy, versions())
+    target = TARGETS[name]
+    return PatchReport(name, target.module, policy, versions(target.package))
 
 
 @functools.cache

@@ -7,18 +7,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
-import mlx_lm
 import pytest
 from huggingface_hub.errors import NotASafetensorsRepoError
 from mlx_lm.models import cache, deepseek_v32
 
 import mlx_sinks
+import releases
 import small_models
 from mlx_sinks import cli
 from mlx_sinks.doctor import checkpoint_files, places
 from mlx_sinks.doctor import command as doctor_command
-from mlx_sinks.patches.registry import PATCHES
+from mlx_sinks.patches.registry import patch_of
 from mlx_sinks.policy import Settings
+from mlx_sinks.targets import TARGETS
 from processes import command, run
 
 INDEX_TOPK = small_models.INDEX_TOPK
@@ -236,7 +237,7 @@ def test_the_installation_by_its_behaviour(doctor):
     status, result = doctor()
     found = {place["target"]: place for place in result["places"]}
     assert status == 1
-    assert found.keys() == PATCHES.keys()
+    assert found.keys() == TARGETS.keys()
     # The release has no SnapKV of its own: ours adds one where somebody asks for it.
     assert found.pop("snapkv")["faults"] == []
     for place in found.values():
@@ -254,7 +255,7 @@ def test_an_upstream_without_the_fault_is_not_affected(monkeypatch):
     monkeypatch.setattr(
         cache.RotatingKVCache,
         "make_mask",
-        PATCHES["rotating"]._make_mask.__globals__["rotating_mask"],
+        patch_of("rotating")._make_mask.__globals__["rotating_mask"],
     )
     (found,) = (p for p in places.examine(Settings()) if p.target == "rotating")
     assert not any("hides" in fault for fault in found.faults)
@@ -293,7 +294,7 @@ def test_a_checkpoint_is_examined_and_probed_without_it(doctor, folders):
 
 
 def test_a_release_that_is_refused(monkeypatch, doctor):
-    monkeypatch.setattr(mlx_lm, "__version__", "0.99.0")
+    releases.pretend(monkeypatch, "mlx-lm", "0.99.0")
     status, result = doctor(variable="1")
     assert status == 1
     for place in result["places"]:

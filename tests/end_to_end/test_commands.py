@@ -13,8 +13,9 @@ import pytest
 from mlx_lm.models import deepseek_v32
 
 import mlx_sinks
+import releases
 import small_models
-from mlx_sinks.patches.registry import PATCHES
+from mlx_sinks.targets import TARGETS
 from processes import command, python, run, run_without_pth
 
 INDEX_TOPK = 32
@@ -250,7 +251,7 @@ finally:
     indexer = vars(module).get("Indexer")
     print(not indexer or indexer.__call__.__code__.co_filename == module.__file__)
 """
-UNSUPPORTED = "import mlx_lm; mlx_lm.__version__ = '0.99.0'"
+UNSUPPORTED = releases.PRETEND.format(package="mlx-lm", release="0.99.0")
 CHANGED = "import mlx_lm.models; mlx_lm.models.__path__.insert(0, {folder!r})"
 REPLACEMENT = """
 def replacement(self, x, qr, mask, cache=None):
@@ -266,7 +267,7 @@ def test_an_unsupported_release_is_refused(folder):
     # Builds on the module that is patched.
     outcome = python(code, *options(folder("glm_moe_dsa")), **ON)
     line = sentence(outcome)
-    for words in (UPSTREAM, "mlx-lm 0.99.0", PATCHES["dsa"].supported):
+    for words in (UPSTREAM, "mlx-lm 0.99.0", TARGETS["dsa"].tested):
         assert words in line
     assert outcome.status != 0
     assert outcome.stdout == "True\n"

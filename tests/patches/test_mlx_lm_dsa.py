@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import mlx_sinks
 import small_models
 from mlx_sinks import SinkPolicy
-from mlx_sinks.patches.registry import PATCHES
+from mlx_sinks.patches.registry import patch_of
 
 # Bit for bit is a promise of upstream's own arithmetic alone.
 NOTHING = SinkPolicy(0, 0, scoring="upstream")
@@ -140,7 +140,7 @@ def test_chunk_sizes_do_not_matter(kind):
 def test_find_reaches_each_layer_of_both_kinds():
     for kind in small_models.KINDS:
         model = small_models.make(kind)
-        assert len(PATCHES["dsa"].find(model, deepseek_v32)) == 2
+        assert len(patch_of("dsa").find(model, deepseek_v32)) == 2
 
 
 def test_left_padding_moves_the_sinks():

@@ -376,7 +376,7 @@ def test_an_install_inside_the_block_outlives_it(one_model):
     with mlx_sinks.probe(one_model, POLICY):
         mlx_sinks.install(POLICY)
     assert deepseek_v32.Indexer.__call__ is not UPSTREAM
-    assert registry.PATCHES["dsa"]._policy == POLICY
+    assert registry.patch_of("dsa")._policy == POLICY
 
 
 def test_an_uninstall_inside_the_block_is_survived(one_model):
@@ -397,8 +397,8 @@ def test_reached_patches_with_nothing_to_force(one_model):
     assert deepseek_v32.Indexer.__call__ is UPSTREAM
     with mlx_sinks.patched(POLICY):
         with registry.reached(one_model):
-            assert registry.PATCHES["dsa"]._policy == POLICY
-        assert registry.PATCHES["dsa"]._policy == POLICY
+            assert registry.patch_of("dsa")._policy == POLICY
+        assert registry.patch_of("dsa")._policy == POLICY
 
 
 # ---------------------------------------------------------------- what is recorded

@@ -1,0 +1,243 @@
+"""The laws that hold for every target, whatever it replaces."""
+
+import functools
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import mlx.core as mx
+import pytest
+from packaging.specifiers import SpecifierSet
+
+import mlx_sinks
+import releases
+from mlx_sinks import PatchError, SinkPolicy
+from mlx_sinks.patches import registry
+from mlx_sinks.patches.patch import Patch
+from mlx_sinks.targets import TARGETS
+
+README = Path(__file__).parents[2] / "README.md"
+# Asks for every target.
+POLICY = SinkPolicy(sinks=2, recency=3, kv_budget=16)
+
+
+@pytest.fixture(params=TARGETS)
+def patch(request):
+    """Each target's patch, its upstream imported."""
+    importlib.import_module(TARGETS[request.param].module)
+    return registry.patch_of(request.param)
+
+
+@pytest.fixture
+def module(patch):
+    return importlib.import_module(patch.target.module)
+
+
+def in_place(patch, module):
+    """What stands at each site: (holder, name, as it is stored)."""
+    return [
+        (site.holder, site.name, vars(site.holder)[site.name])
+        for site in patch.sites(module)
+    ]
+
+
+def install(patch, policy=POLICY):
+    return mlx_sinks.install(policy, targets=[patch.target.name])
+
+
+def test_its_row_says_where_it_is(patch, module):
+    target = patch.target
+    assert isinstance(patch, Patch)
+    assert module.__name__ == target.module
+    assert target.root == target.module.split(".")[0]
+    assert target.version() in SpecifierSet(target.tested)
+
+
+def test_the_readme_has_a_row_for_each_and_no_other():
+    (table,) = re.findall(
+        r"^\| target \|.*\n\| -.*\n((?:\|.*\n)+)", README.read_text(), re.M
+    )
+    assert set(re.findall(r"^\| `(\w+)`", table, re.M)) == TARGETS.keys()
+
+
+def test_it_finds_its_fault_and_mends_it(patch, module):
+    stock = patch.faults(module)
+    install(patch)
+    assert patch.is_on(module)
+    assert patch.faults(module) == []
+    # What mlx-lm has no fault in, ours adds.
+    assert bool(stock) == (patch.target.name != "snapkv")
+
+
+def test_the_upstream_that_is_installed_is_not_refused(patch, module):
+    assert patch.refusal(module) is None
+    install(patch)
+    assert patch.refusal(module) is None
+
+
+def test_uninstalling_restores_the_very_code(patch, module):
+    before = in_place(patch, module)
+    install(patch)
+    assert in_place(patch, module) != before
+    mlx_sinks.uninstall()
+    assert [
+        getattr(value, "__func__", value) for *_, value in in_place(patch, module)
+    ] == [getattr(value, "__func__", value) for *_, value in before]
+    assert not patch.is_on(module)
+
+
+def test_blocks_nest_and_leave_nothing(patch, module):
+    outer, inner = POLICY, SinkPolicy(sinks=1, recency=1, kv_budget=8)
+    names = [patch.target.name]
+    with mlx_sinks.patched(outer, names):
+        with mlx_sinks.patched(inner, names):
+            assert patch._policy == inner
+        assert patch._policy == outer
+    assert patch._policy is None
+    assert not patch.is_on(module)
+
+
+def test_a_policy_that_does_not_want_it_leaves_upstream(patch, module):
+    wanted = patch.wanted(SinkPolicy())
+    install(patch, SinkPolicy())
+    assert patch.is_on(module) == wanted
+
+
+def test_an_unsupported_release_is_refused(patch, module, monkeypatch):
+    target = patch.target
+    releases.pretend(monkeypatch, target.package, "99.0")
+    with pytest.raises(PatchError) as error:
+        install(patch)
+    for words in (target.module, "99.0", target.tested, f"{target.name}=0"):
+        assert words in str(error.value)
+    assert not patch.is_on(module)
+
+
+def test_a_package_that_is_not_installed_is_skipped_or_named(
+    patch, module, monkeypatch
+):
+    releases.pretend(monkeypatch, patch.target.package, None)
+    targets = [report.target for report in mlx_sinks.install(POLICY)]
+    assert patch.target.name not in targets
+    mlx_sinks.uninstall()
+    with pytest.raises(PatchError, match=f"{patch.target.package} isn't installed"):
+        install(patch)
+    assert not patch.is_on(module)
+
+
+def replaced(value):
+    """Somebody else's code in the place of a site's."""
+    if isinstance(value, type):
+        return type(value.__name__, (), {"__module__": "another_tool"})
+
+    def replacement(*arguments, **named):
+        raise AssertionError("never called")
+
+    replacement.__module__ = "another_tool"
+    return classmethod(replacement) if isinstance(value, classmethod) else replacement
+
+
+def test_code_of_another_tool_is_not_replaced(patch, module, monkeypatch):
+    for holder, name, value in in_place(patch, module):
+        theirs = replaced(value)
+        with monkeypatch.context() as context:
+            context.setattr(holder, name, theirs)
+            if (holder, name) not in [place[:2] for place in in_place(patch, module)]:
+                continue  # a module that imported upstream's, and now has its own
+            with pytest.raises(PatchError, match="another_tool"):
+                install(patch)
+            stored = vars(holder)[name]
+            assert getattr(stored, "__func__", stored) is getattr(
+                theirs, "__func__", theirs
+            )
+        assert not patch.is_on(module)
+
+
+def wrapped(value):
+    """Somebody else's code around what stands at a site."""
+    if isinstance(value, type):
+        return type(value.__name__, (value,), {})
+    function = getattr(value, "__func__", value)
+
+    def wrapper(*arguments, **named):
+        return function(*arguments, **named)
+
+    return classmethod(wrapper) if isinstance(value, classmethod) else wrapper
+
+
+def test_code_wrapped_around_ours_is_left(patch, module, monkeypatch):
+    install(patch)
+    theirs = []
+    for holder, name, value in in_place(patch, module):
+        monkeypatch.setattr(holder, name, wrapped(value))
+        theirs.append((holder, name, vars(holder)[name]))
+    mlx_sinks.uninstall()
+    for holder, name, value in theirs:
+        assert vars(holder)[name] is value
+    monkeypatch.undo()  # ours again, and nobody asks for it
+    mlx_sinks.uninstall()
+    assert not patch.is_on(module)
+
+
+def test_functions_left_in_place_pass_through(patch, module, monkeypatch):
+    """With nothing in force ours hands on to upstream's, whatever the arguments."""
+    for site in patch.sites(module):
+        if isinstance(site.ours, type):
+            continue
+        upstream = functools.wraps(site.found)(lambda *given, **named: (given, named))
+        ours = patch._instead_of(upstream, site.ours)
+        assert ours(1, 2, three=3) == ((1, 2), {"three": 3})
+
+
+def test_a_failure_half_way_restores_everything(patch, module, monkeypatch):
+    before = in_place(patch, module)
+    sites = list(patch.sites(module))
+
+    def fail_at_the_last(*_):
+        yield from sites
+        raise RuntimeError("half way")
+
+    monkeypatch.setattr(patch, "refusal", lambda module: None)
+    monkeypatch.setattr(patch, "sites", fail_at_the_last)
+    with monkeypatch.context() as context, pytest.raises(RuntimeError, match="half"):
+        # The base looks at all sites before it asks whether the patch is on.
+        context.setattr(patch, "is_on", lambda module: False)
+        context.setattr(patch, "_known", lambda module: sites)
+        install(patch)
+    monkeypatch.undo()
+    assert [getattr(value, "__func__", value) for *_, value in before] == [
+        getattr(value, "__func__", value) for *_, value in in_place(patch, module)
+    ]
+
+
+def test_an_upstream_without_its_places(patch):
+    empty = ModuleType(patch.target.module)
+    assert not patch.is_on(empty)
+    patch.uninstall(empty)
+    assert "self-check failed" in patch.refusal(empty)
+
+
+def test_installing_leaves_the_random_numbers_alone(patch):
+    mx.random.seed(11)
+    expected = mx.random.uniform(shape=(4,))
+    mx.random.seed(11)
+    install(patch)
+    assert mx.array_equal(mx.random.uniform(shape=(4,)), expected)
+
+
+def test_its_line_is_said_once(patch, capsys):
+    registry._say.cache_clear()
+    (report,) = install(patch)
+    assert (capsys.readouterr().err != "") == patch.says_at_once
+    install(patch)
+    for _ in range(2):
+        patch.say()
+    said = capsys.readouterr().err
+    assert said == ("" if patch.says_at_once else f"{report}\n")
+    for words in (patch.keeps(POLICY), patch.target.module, patch.target.package):
+        assert words in str(report)
+    mlx_sinks.uninstall()
+    registry._say.cache_clear()
+    patch.say()
+    assert capsys.readouterr().err == ""
