@@ -53,7 +53,7 @@ SPEED ?= --dtype $(if $(filter cpu,$(BACKEND)),float32,bfloat16)
 lint: build/venv-newest/ready
 	build/venv-newest/bin/ruff check .
 	build/venv-newest/bin/ruff format --check .
-	build/venv-newest/bin/lint-imports --no-cache
+	build/venv-newest/bin/lint-imports --no-logo --no-cache
 
 build/venv-speed/ready: EXTRAS = plots
 build/venv-newest/ready: EXTRAS = dev plots
