@@ -26,7 +26,7 @@ import small_models
 import window_oracle
 from batches import batch_tokens
 from mlx_sinks import BatchSinkCache, SinkCache, make_sink_cache
-from mlx_sinks.windows import sink_cache
+from mlx_sinks.windows import positions
 
 HEADS, WIDTH = 2, 16
 MODES = ("absolute", "local")
@@ -423,7 +423,7 @@ def test_local_equals_absolute_until_the_first_eviction():
 @pytest.mark.parametrize("name", ["default", "yarn", "su partial"])
 @pytest.mark.parametrize("cuts", [[1] * 200, [7] * 30, [30, 1, 1, 12, 1] * 5])
 def test_local_positions_stay_bounded(name, cuts, monkeypatch):
-    monkeypatch.setattr(sink_cache, "REBASE_AT", 40)
+    monkeypatch.setattr(positions, "REBASE_AT", 40)
     rope, whole = ROPES[name](), stream(9, sum(cuts))
     cache, seen = make_cache(12, 4, rope), 0
     for cut in cuts:
@@ -435,7 +435,7 @@ def test_local_positions_stay_bounded(name, cuts, monkeypatch):
 def test_local_positions_at_the_real_bound():
     """Float32 angles of upstream's RoPE are off by a thousandth out there."""
     rope, (q, k, v), window = ROPES["default"](), stream(21, 16600), 64
-    cache, bound = make_cache(window, 4, rope), sink_cache.REBASE_AT
+    cache, bound = make_cache(window, 4, rope), positions.REBASE_AT
     assert bound == 16384
     for start in range(0, 16300, 100):
         x, y = (mx.array(part[None, :, start : start + 100]) for part in (k, v))
@@ -450,7 +450,7 @@ def test_local_positions_at_the_real_bound():
 
 
 def test_local_positions_of_a_window_wider_than_the_bound(monkeypatch):
-    monkeypatch.setattr(sink_cache, "REBASE_AT", 8)
+    monkeypatch.setattr(positions, "REBASE_AT", 8)
     rope, whole = ROPES["default"](), stream(10, 150)
     cache, seen = make_cache(12, 4, rope), 0
     for _ in range(150):
@@ -459,7 +459,7 @@ def test_local_positions_of_a_window_wider_than_the_bound(monkeypatch):
 
 
 def test_local_positions_of_a_batch_stay_bounded(monkeypatch):
-    monkeypatch.setattr(sink_cache, "REBASE_AT", 40)
+    monkeypatch.setattr(positions, "REBASE_AT", 40)
     rope, wholes = ROPES["yarn"](), [stream(seed, 200) for seed in range(3)]
     rows = [[whole, 0] for whole in wholes]
     for row, start in zip(rows, (2, 25, 39)):
@@ -543,7 +543,7 @@ def test_copied_and_loaded_caches_go_on(name, seen, tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_loaded_caches_after_positions_started_again(mode, tmp_path, monkeypatch):
-    monkeypatch.setattr(sink_cache, "REBASE_AT", 40)
+    monkeypatch.setattr(positions, "REBASE_AT", 40)
     rope, whole = rope_of(mode), stream(17, 200)
     cache = make_cache(12, 4, rope)
     for seen in range(100):
@@ -747,7 +747,7 @@ def test_ragged_batches_of_any_history(data):
 
     with pytest.MonkeyPatch.context() as patch:
         if draw(st.booleans(), "positions start again"):
-            patch.setattr(sink_cache, "REBASE_AT", 20)
+            patch.setattr(positions, "REBASE_AT", 20)
         rows, batch = newcomers(3)
         assert type(batch) is BatchSinkCache
         for _ in range(draw(st.integers(1, 8), "operations")):
