@@ -36,6 +36,7 @@ from mlx_sinks import (
     compact_prompt_cache,
     snapkv_keep_indices,
 )
+from mlx_sinks.budgets.snapkv import SnapKV, window_scores
 
 HEADS, GROUP, WIDTH, VOCABULARY = 2, 2, 16, 97
 ROW = 2 * HEADS * WIDTH * 4
@@ -672,6 +673,47 @@ def test_a_loaded_cache_is_compacted_again(tmp_path):
     )
     reference.feed(prompt)
     reference.compact(24, min_tokens=0).check(again)
+
+
+@pytest.mark.parametrize("end", [None, 12, 11])
+def test_states_are_those_that_earlier_versions_saved(end):
+    """Of 12 tokens 7 are dropped, and behind 2 rows nothing is missing."""
+    known = end is not None
+    mx.random.seed(0)
+    rows = [mx.random.normal((1, HEADS, 5, WIDTH)) for _ in range(2)]
+    queries = mx.random.normal((1, HEADS * GROUP, 3, WIDTH))
+    sinks = mx.random.normal((HEADS * GROUP,))
+    numbers = mx.array([7, 2, end or 0, 0.25, known, known], mx.float32)
+    state = [numbers, *[queries, sinks] * known, *rows]
+    cache = CompactCache.from_state(state)
+    assert (cache.offset, cache.size(), cache.dropped) == (12, 5, 7)
+    assert cache.observed == (end == 12)
+    again = cache.state
+    assert [each.dtype for each in again] == [each.dtype for each in state]
+    assert all(mx.array_equal(*pair) for pair in zip(again, state, strict=True))
+    with pytest.raises(ValueError, match="can't trim"):
+        copy.deepcopy(cache).trim(4)
+    method = SnapKV(3, recent_tokens=1, min_tokens=0)
+    if cache.observed:
+        scores = window_scores(queries, rows[0], 0.25, sinks=sinks)
+        columns = method.columns(scores)[..., None]
+        cache.compact(method)
+        expected = [mx.take_along_axis(each, columns, axis=2) for each in rows]
+        assert all(mx.array_equal(*pair) for pair in zip(cache.rows(), expected))
+    else:
+        with pytest.raises(ValueError, match="weren't observed"):
+            cache.compact(method)
+
+
+@pytest.mark.parametrize("budget, numbers", [(16, [44, 14, 0]), (60, [0, 0, 60])])
+def test_states_of_prompts(budget, numbers):
+    """Compacted, and whole: there the last queries observe the next turn too."""
+    for layer in compacted(budget=budget, recent_tokens=2)[0]:
+        state, whole = layer.state, budget == 60
+        assert state[0].tolist() == [*numbers, 0.25, whole, False]
+        window = [(1, HEADS * GROUP, 32, WIDTH)] * whole
+        rows = [(1, HEADS, budget, WIDTH)] * 2
+        assert [array.shape for array in state[1:]] == [*window, *rows]
 
 
 @pytest.mark.parametrize("prefill", [7, 2048])

@@ -569,6 +569,33 @@ def test_a_models_cache_is_saved_and_loaded(mode, seen, tmp_path):
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_states_are_those_that_earlier_versions_saved(mode):
+    """A window of 6 with 2 sinks, after 15 single tokens: 9 of them evicted."""
+    rope, whole = rope_of(mode), stream(22, 30)
+    cache = make_cache(6, 2, rope)
+    check(cache, whole, [1] * 15, 6, 2, rope)
+    columns, (_, k, v) = [0, 1, 14, 11, 12, 13], whole[:, None]
+    keys, values = k[:, :, columns], v[:, :, columns]
+    state = [[6, 2, 0, 0, 15, 0], keys, values]
+    if rope is not None:
+        freqs = 100.0 ** (np.arange(0, WIDTH, 2) / WIDTH)
+        sinks = window_oracle.rotate(keys[:, :, :2], [0, 1], rope)
+        moved = window_oracle.rotate(keys, [9, 10, *columns[2:]], rope)
+        first, second = np.split(sinks, 2, axis=-1)
+        quarters = np.concatenate([-second, first], axis=-1)
+        originals = np.stack([sinks, quarters], axis=-2)
+        state = [[6, 2, 1, 2 * 9, 15, 0], freqs, moved, values, originals]
+    state = [mx.array(state[0]), *(mx.array(np.float32(x)) for x in state[1:])]
+    assert len(cache.state) == len(state)
+    for ours, expected in zip(cache.state, state):
+        assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_allclose(ours, expected, **NOISE)
+    loaded = SinkCache.from_state(state)
+    assert facts(loaded) == facts(cache) and loaded.rotations == cache.rotations
+    check(loaded, whole, [1, 3, 1, 9, 1], 6, 2, rope, 15)
+
+
 BAD_WINDOWS = [0, -1, 8.5, "8", True, None]
 
 
