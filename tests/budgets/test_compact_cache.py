@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
 import processes
 import small_models
 import window_oracle
+from batch_histories import BatchHistory, hold, merged
 from batches import batch_tokens
 from mlx_sinks import (
     BatchCompactCache,
@@ -802,10 +803,6 @@ def test_sliding_layers_are_left_whole():
     assert (again[1].offset, again[1].size()) == (112, 16)
 
 
-def merged(caches):
-    return [CompactCache.merge(list(layers)) for layers in zip(*caches)]
-
-
 RAGGED = [(60, 16), (9, 30), (100, 24), (41, 8)]
 
 
@@ -836,10 +833,15 @@ def check_batch(batch, references, cuts, seed=30):
 def check_extracted(batch, references):
     for i, reference in enumerate(references):
         alone = [layer.extract(i) for layer in batch]
-        assert all(type(layer) is CompactCache for layer in alone)
-        for ours, layer in zip(alone, reference.layers):
-            check_rows(ours, layer)
-        check_decoding(alone, reference.twin(), tokens(80 + i, 3), [1, 2])
+        check_alone(alone, reference.twin(), tokens(80 + i, 3), [1, 2])
+
+
+def check_alone(alone, reference, inputs, cuts):
+    assert all(type(layer) is CompactCache for layer in alone)
+    for ours, layer in zip(alone, reference.layers):
+        check_rows(ours, layer)
+    if cuts:
+        check_decoding(alone, reference, inputs, cuts)
 
 
 def test_a_ragged_batch_decodes_as_each_alone():
@@ -942,34 +944,32 @@ def test_a_batch_trims_what_all_of_it_holds():
     check_extracted(batch, references)
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.data())
-def test_any_life_of_a_batch(data):
-    caches, references = ragged()
-    batch, running, waiting = merged(caches[:2]), references[:2], [2, 3]
-    for seed in range(data.draw(st.integers(1, 6), "acts")):
-        act = data.draw(st.sampled_from(["step", "filter", "extend", "pad"]), "act")
-        if act == "filter" and len(running) > 1:
-            order = data.draw(st.permutations(range(len(running))), "order")
-            order = order[: data.draw(st.integers(1, len(order)), "stay")]
-            for layer in batch:
-                layer.filter(order)
-            running = [running[i] for i in order]
-        elif act == "extend" and waiting:
-            new = waiting.pop()
-            for layer, more in zip(batch, merged([caches[new]])):
-                layer.extend(more)
-            running.append(references[new])
-        elif act == "pad":
-            sizes = st.integers(1, 6)
-            lengths = data.draw(
-                st.lists(sizes, min_size=len(running), max_size=len(running)), "lengths"
-            )
-            feed_ragged(batch, running, lengths, 4, seed)
-        else:
-            check_batch(batch, running, [data.draw(st.integers(1, 3), "step")], seed)
-    check_batch(batch, running, [1])
-    check_extracted(batch, running)
+class CompactHistory(BatchHistory):
+    """A row is a reference."""
+
+    most, shortest, longest, decodes = 4, 1, 6, 3
+
+    def set_up(self, draw):
+        self.seed = 100
+
+    def alone(self, draw):
+        length, budget = draw(st.sampled_from(RAGGED), "prompt and budget")
+        return compacted(length, length, budget=budget, recent_tokens=3)
+
+    def feed(self, batch, rows, lengths, chunk):
+        self.seed += len(rows)
+        feed_ragged(batch, rows, lengths, chunk, self.seed)
+
+    def check_alone(self, caches, row, cuts):
+        self.seed += 1
+        check_alone(caches, row, tokens(self.seed, sum(cuts)), cuts)
+
+    def twin(self, row):
+        return row.twin()
+
+
+def test_any_life_of_a_batch():
+    hold(CompactHistory, examples=12, steps=5)
 
 
 def alone_tokens(model, prompt, cache, count):

@@ -24,13 +24,22 @@ from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
 import small_models
 import window_oracle
+from batch_histories import hold
 from batches import batch_tokens
 from mlx_sinks import BatchSinkCache, SinkCache, make_sink_cache
 from mlx_sinks.windows import positions
+from window_streams import (
+    HEADS,
+    NOISE,
+    WIDTH,
+    WindowHistory,
+    check,
+    check_rows,
+    feed,
+    stream,
+)
 
-HEADS, WIDTH = 2, 16
 MODES = ("absolute", "local")
-NOISE = dict(rtol=1e-4, atol=1e-4)
 ROPES = {
     "default": lambda: nn.RoPE(WIDTH),
     "linear": lambda: nn.RoPE(WIDTH, scale=0.5),
@@ -114,42 +123,6 @@ def make_cache(window, sinks, rope=None):
 
 def rope_of(mode):
     return nn.RoPE(WIDTH, base=100.0) if mode == "local" else None
-
-
-def stream(seed, length):
-    """Unrotated queries, keys and values of a sequence."""
-    rng = np.random.default_rng(seed)
-    return rng.standard_normal((3, HEADS, length, WIDTH)).astype(np.float32)
-
-
-def attend(cache, q, k, v, rope=None):
-    """One step as mlx-lm's models take it; the sums in float64."""
-    mask = cache.make_mask(q.shape[2])
-    q, k, v = (mx.array(x) for x in (q, k, v))
-    if rope is not None:
-        q, k = rope(q, offset=cache.offset), rope(k, offset=cache.offset)
-    keys, values = cache.update_and_fetch(k, v)
-    seen = window_oracle.shown(mask, q.shape[2], keys.shape[2])
-    out = window_oracle.attend(np.array(q), np.array(keys), np.array(values), seen)
-    mx.eval(cache.state)
-    return out
-
-
-def feed(cache, whole, start, stop, rope=None):
-    """Tokens ``start`` to ``stop`` of a stream, in one step."""
-    return attend(cache, *whole[:, None, :, start:stop], rope)[0]
-
-
-def check(cache, whole, cuts, window, sinks, rope=None, start=0):
-    """Feed a stream in pieces, each held against the oracle; returns the end."""
-    for cut in cuts:
-        ours = feed(cache, whole, start, start + cut, rope)
-        expected = window_oracle.attention(
-            *whole, start, start + cut, window, sinks, rope
-        )
-        np.testing.assert_allclose(ours, expected, **NOISE)
-        start += cut
-    return start
 
 
 def facts(cache):
@@ -693,53 +666,7 @@ def test_models_with_nothing_to_replace_are_refused(mode):
         make_sink_cache(small_models.make("deepseek_v32"), 16, position_mode=mode)
 
 
-def check_rows(batch, rows, lengths, window, sinks, chunk=None, rope=None, left=False):
-    """Feed each row's next tokens; each is held against its own oracle.
-
-    A row is [stream, tokens seen]. Padding is full of nines.
-    """
-    width = max(lengths)
-    padding = [width - length for length in lengths]
-    inputs = np.full((3, len(rows), HEADS, width, WIDTH), 9.0, np.float32)
-    places = []
-    for i, ((whole, seen), length) in enumerate(zip(rows, lengths)):
-        place = slice(width - length, width) if left else slice(0, length)
-        inputs[:, i, :, place] = whole[:, :, seen : seen + length]
-        places.append(place)
-    if any(padding):
-        if left:
-            batch.prepare(left_padding=padding)
-        else:
-            batch.prepare(lengths=lengths, right_padding=padding)
-    out = []
-    for start in range(0, width, chunk or width):
-        part = inputs[..., start : start + (chunk or width), :]
-        out.append(attend(batch, *part, rope))
-    if any(padding) and not left:
-        batch.finalize()
-    out = np.concatenate(out, axis=2)
-    for i, (row, length, place) in enumerate(zip(rows, lengths, places)):
-        for first in range(0, width, chunk or width):
-            columns = range(first, min(first + (chunk or width), width))
-            real = [c for c in columns if place.start <= c < place.stop]
-            # Where a "local" step has padding, its last row isn't the sequence's.
-            if not real or (rope is not None and len(real) < len(columns)):
-                continue
-            start = row[1] + real[0] - place.start
-            stop = start + len(real)
-            expected = window_oracle.attention(
-                *row[0], start, stop, window, sinks, rope
-            )
-            np.testing.assert_allclose(out[i][:, real], expected, **NOISE)
-        row[1] += length
-    assert batch.offset.shape == (len(rows),)
-    if rope is None:
-        assert batch.offset.tolist() == [seen for _, seen in rows]
-
-
-def check_alone(cache, row, cuts, window, sinks, rope=None):
-    """A cache that left a batch: as if it had always been alone."""
-    whole, seen = row
+def check_facts(cache, seen, window, rope=None):
     assert type(cache) is SinkCache
     assert cache.size() == min(seen, window)
     assert cache.evictions == max(0, seen - window)
@@ -747,72 +674,45 @@ def check_alone(cache, row, cuts, window, sinks, rope=None):
     assert type(cache.offset) is int
     if rope is None:
         assert cache.offset == seen
+
+
+def check_alone(cache, row, cuts, window, sinks, rope=None):
+    """A cache that left a batch: as if it had always been alone."""
+    whole, seen = row
+    check_facts(cache, seen, window, rope)
     return check(cache, whole, cuts, window, sinks, rope, seen)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_ragged_batches_of_any_history(data):
-    draw = data.draw
-    window = draw(st.integers(1, 14), "window")
-    sinks = draw(st.integers(0, window - 1), "sinks")
-    mode = draw(st.sampled_from(MODES), "mode")
-    rope, made = rope_of(mode), 0
+POSITIONS = [("absolute", False), ("local", False), ("local", True)]
 
-    def newcomers(most):
-        nonlocal made
-        rows, caches = [], []
-        for _ in range(draw(st.integers(1, most), "newcomers")):
-            whole, cuts = (
-                stream(made, 300),
-                draw(st.lists(st.integers(1, 20), max_size=2)),
-            )
-            caches.append(make_cache(window, sinks, rope))
-            rows.append([whole, check(caches[-1], whole, cuts, window, sinks, rope)])
-            made += 1
-        return rows, SinkCache.merge(caches)
 
-    with pytest.MonkeyPatch.context() as patch:
-        if draw(st.booleans(), "positions start again"):
-            patch.setattr(positions, "REBASE_AT", 20)
-        rows, batch = newcomers(3)
-        assert type(batch) is BatchSinkCache
-        for _ in range(draw(st.integers(1, 8), "operations")):
-            operations = ["decode", "prefill", "filter", "extend", "extract"]
-            operation = draw(st.sampled_from(operations), "operation")
-            indices = st.integers(0, len(rows) - 1)
-            if operation == "decode":
-                for _ in range(draw(st.integers(1, 6), "steps")):
-                    ones = [1] * len(rows)
-                    check_rows(batch, rows, ones, window, sinks, rope=rope)
-            elif operation == "prefill":
-                lengths = draw(
-                    st.lists(
-                        st.integers(0, 20), min_size=len(rows), max_size=len(rows)
-                    ).filter(any),
-                    "lengths",
-                )
-                chunk = draw(st.integers(1, 20), "chunk")
-                check_rows(batch, rows, lengths, window, sinks, chunk, rope)
-            elif operation == "filter":
-                kept = draw(st.lists(indices, min_size=1, unique=True), "kept")
-                batch.filter(kept)
-                rows = [rows[i] for i in kept]
-            elif operation == "extend" and len(rows) < 5:
-                more, other = newcomers(2)
-                batch.extend(other)
-                rows += more
-            elif operation == "extract":
-                i = draw(indices, "extracted")
-                cuts = draw(st.lists(st.integers(1, 9), max_size=3), "cuts alone")
-                alone = batch.extract(i)
-                end = check_alone(alone, rows[i], cuts, window, sinks, rope)
-                if len(rows) < 5 and draw(st.booleans(), "comes back"):
-                    batch.extend(SinkCache.merge([alone]))
-                    rows.append([rows[i][0], end])
-        check_rows(batch, rows, [1] * len(rows), window, sinks, rope=rope)
-        for i, row in enumerate(rows):
-            check_alone(batch.extract(i), row, [1, 5, 1], window, sinks, rope)
+class SinkHistory(WindowHistory):
+    def set_up(self, draw):
+        self.window = draw(st.integers(1, 14), "window")
+        self.sinks = draw(st.integers(0, self.window - 1), "sinks")
+        mode, again = draw(st.sampled_from(POSITIONS), "mode, positions start again")
+        self.rope, self.patch = rope_of(mode), pytest.MonkeyPatch()
+        if again:
+            self.patch.setattr(positions, "REBASE_AT", 10)
+
+    def make(self):
+        return make_cache(self.window, self.sinks, self.rope)
+
+    def check_facts(self, cache, seen):
+        check_facts(cache, seen, self.window, self.rope)
+
+    def check_batch(self, batch, rows):
+        assert [type(layer) for layer in batch] == [BatchSinkCache]
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.patch.undo()
+
+
+def test_ragged_batches_of_any_history():
+    hold(SinkHistory, examples=60, steps=5)
 
 
 @pytest.mark.parametrize("mode", MODES)
