@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ import processes
 import small_models
 import window_oracle
 from batch_histories import BatchHistory, hold, merged
-from batches import batch_tokens
+from batches import alone_tokens, batched_turns
 from mlx_sinks import (
     BatchCompactCache,
     CompactCache,
@@ -319,41 +318,25 @@ def test_any_number_of_heads_share_their_rows(kv_heads):
     check_decoding(cache, reference, tokens(2, 6), [1, 1, 4])
 
 
-def other_model(kind):
-    facts = dict(
-        model_type=kind,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=VOCABULARY,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        # Granite's own.
+OTHER_MODELS = {
+    "qwen3": {},
+    "granite": dict(
         attention_multiplier=0.6,
         embedding_multiplier=1.5,
         residual_multiplier=0.8,
         logits_scaling=2.0,
-        attention_bias=False,
         mlp_bias=False,
-        # SmolLM3's own: its second layer has no positions.
-        no_rope_layers=[1, 0],
-    )
-    upstream = importlib.import_module(f"mlx_lm.models.{kind}")
-    mx.random.seed(0)
-    model = upstream.Model(upstream.ModelArgs.from_dict(facts))
-    mx.eval(model.parameters())
-    return model
+    ),
+    "smollm3": dict(no_rope_layers=[1, 0]),  # its second layer has no positions
+}
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "granite", "smollm3"])
+@pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_queries_are_the_layers_own(kind):
     """Normed ones, ones of another scale, and ones without positions."""
-    model, prompt = other_model(kind), tokens(1, 60)
+    shape = dict(num_key_value_heads=HEADS, head_dim=WIDTH, tie_word_embeddings=True)
+    facts = dict(vocab_size=VOCABULARY, **shape, **OTHER_MODELS[kind])
+    model, prompt = small_models.make(kind, **facts), tokens(1, 60)
     cache = compact_prompt_cache(model, prompt, prefill_step_size=25, **SMALL)
     assert cache.left_whole == {}
     reference = Reference(model)
@@ -972,34 +955,21 @@ def test_any_life_of_a_batch():
     hold(CompactHistory, examples=12, steps=5)
 
 
-def alone_tokens(model, prompt, cache, count):
-    steps = generate_step(mx.array(prompt), model, max_tokens=count, prompt_cache=cache)
-    return [int(token) for token, _ in steps]
-
-
 @pytest.mark.parametrize("together", [1, 2, 8])
 @pytest.mark.parametrize("prefill", [5, 64])
 def test_batch_generator_gives_what_each_gives_alone_in_two_turns(prefill, together):
     model = shared_model()
     caches, _ = ragged()
     alone = copy.deepcopy(caches)
-    for turn, lengths in enumerate(((1, 13, 6, 2), (7, 1, 20, 3))):
-        prompts = [tokens(4 * turn + i, n).tolist() for i, n in enumerate(lengths)]
-        ours, caches = batch_tokens(
-            model,
-            prompts,
-            caches,
-            8,
-            prefill_step_size=prefill,
-            prefill_batch_size=together,
-            completion_batch_size=together,
-        )
-        expected = [
-            alone_tokens(model, prompt, cache, 8)
-            for prompt, cache in zip(prompts, alone)
-        ]
-        assert ours == expected
-    assert [cache[0].offset for cache in caches] == [cache[0].offset for cache in alone]
+    prompts = [
+        [tokens(4 * turn + i, n).tolist() for i, n in enumerate(lengths)]
+        for turn, lengths in enumerate(((1, 13, 6, 2), (7, 1, 20, 3)))
+    ]
+    sizes = dict(prefill_batch_size=together, completion_batch_size=together)
+    sizes["prefill_step_size"] = prefill
+    for left in batched_turns(model, prompts, caches, alone, 8, **sizes):
+        offsets = [[cache[0].offset for cache in each] for each in (left, alone)]
+        assert offsets[0] == offsets[1]
 
 
 def test_generate_step_decodes_from_a_compacted_prompt():

@@ -25,7 +25,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 import small_models
 import window_oracle
 from batch_histories import hold
-from batches import batch_tokens
+from batches import alone_tokens, batch_tokens, batched_turns
 from mlx_sinks import BatchSinkCache, SinkCache, make_sink_cache
 from mlx_sinks.windows import positions
 from window_streams import (
@@ -315,10 +315,7 @@ def test_generate_step_over_two_turns(prefill):
     seen = []
     for turn, length in enumerate((40, 3)):
         prompt = tokens(10 + turn, length)
-        steps = generate_step(
-            prompt, model, max_tokens=8, prompt_cache=cache, prefill_step_size=prefill
-        )
-        ours = [int(token) for token, _ in steps]
+        ours = alone_tokens(model, prompt, cache, 8, prefill_step_size=prefill)
         seen += prompt.tolist()
         assert ours == expected_greedy(model, seen, 8, 16, 4)
         seen += ours
@@ -863,26 +860,18 @@ def test_batch_generator_gives_what_each_gives_alone_in_two_turns(prefill, toget
     model = make_model()
     alone = [make_sink_cache(model, 16) for _ in range(4)]
     caches = [make_sink_cache(model, 16) for _ in range(4)]
-    for turn, lengths in enumerate(((2, 40, 13, 21), (30, 1, 6, 17))):
-        prompts = [tokens(4 * turn + i, n).tolist() for i, n in enumerate(lengths)]
-        ours, caches = batch_tokens(
-            model,
-            prompts,
-            caches,
-            10,
-            prefill_step_size=prefill,
-            prefill_batch_size=together,
-            completion_batch_size=max(2, together),
-        )
-        for prompt, row, ours_left, left in zip(prompts, ours, caches, alone):
-            steps = generate_step(
-                mx.array(prompt), model, max_tokens=10, prompt_cache=left
-            )
-            assert row == [int(token) for token, _ in steps]
-            assert [type(layer) for layer in ours_left] == [SinkCache] * 2
-            for layer, expected in zip(ours_left, left):
-                assert layer.offset == expected.offset
-                assert layer.evictions == expected.evictions
+    prompts = [
+        [tokens(4 * turn + i, n).tolist() for i, n in enumerate(lengths)]
+        for turn, lengths in enumerate(((2, 40, 13, 21), (30, 1, 6, 17)))
+    ]
+    sizes = dict(prefill_batch_size=together, completion_batch_size=max(2, together))
+    sizes["prefill_step_size"] = prefill
+    for left in batched_turns(model, prompts, caches, alone, 10, **sizes):
+        for cache, expected in zip(left, alone):
+            assert [type(layer) for layer in cache] == [SinkCache] * 2
+            for layer, other in zip(cache, expected):
+                assert layer.offset == other.offset
+                assert layer.evictions == other.evictions
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -895,7 +884,6 @@ def test_batch_generator_in_local_mode(name):
         cache = make_sink_cache(model, 16, position_mode="local")
         logits(model, prompt[:-1], [len(prompt) - 1], cache)
         caches.append(copy.deepcopy(cache))
-        steps = generate_step(prompt[-1:], model, max_tokens=30, prompt_cache=cache)
-        expected.append([int(token) for token, _ in steps])
+        expected.append(alone_tokens(model, prompt[-1:], cache, 30))
     ours, _ = batch_tokens(model, [p[-1:].tolist() for p in prompts], caches, 30)
     assert ours == expected
