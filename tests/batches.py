@@ -1,6 +1,7 @@
-"""mlx-lm's own batches, run to their end."""
+"""mlx-lm's own batches, run to their end, and the same prompts alone."""
 
-from mlx_lm.generate import BatchGenerator
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, generate_step
 
 
 def batch_tokens(model, prompts, caches, count, **named):
@@ -15,3 +16,20 @@ def batch_tokens(model, prompts, caches, count, **named):
                 left[response.uid] = response.prompt_cache
     generator.close()
     return [got[uid] for uid in uids], [left[uid] for uid in uids]
+
+
+def alone_tokens(model, prompt, cache, count, **named):
+    """The tokens that mlx-lm gives after one prompt."""
+    steps = generate_step(
+        mx.array(prompt), model, max_tokens=count, prompt_cache=cache, **named
+    )
+    return [int(token) for token, _ in steps]
+
+
+def batched_turns(model, prompts, caches, alone, count, **named):
+    """Hold batches against each prompt alone, turn by turn; the caches of each."""
+    for turn in prompts:
+        got, caches = batch_tokens(model, turn, caches, count, **named)
+        pairs = zip(turn, alone)
+        assert got == [alone_tokens(model, *pair, count) for pair in pairs]
+        yield caches

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as upstream
 
 from ..upstream.caches import OwnCache, integers, register
+from .query_window import Observation, QueryWindow
 from .snapkv import SnapKV, window_scores
 
 
@@ -24,29 +25,22 @@ class _Sequence:
         How many of them have no row any more.
     firm : int
         Number of first rows that no trim may reach: others come after a gap.
-    window : mx.array, shape (1, H, up to W, D)
-        Queries of the newest tokens that were observed.
-    heard : int
-        ``fed`` when they were. Tokens that came since make the window useless, unless
-        they are trimmed.
+    window : QueryWindow
+        The newest tokens' queries, as far as they were observed.
     """
 
     fed: int = 0
     dropped: int = 0
     firm: int = 0
-    window: mx.array | None = None
-    heard: int = 0
+    window: QueryWindow = QueryWindow()
 
     @property
     def observed(self) -> bool:
-        return self.window is not None and self.heard == self.fed
+        return self.window.reaches(self.fed)
 
     def trim(self, n: int) -> None:
         self.fed -= n
-        if self.window is not None and self.fed < self.heard:
-            left = self.window[..., : self.fed - self.heard, :]
-            self.window = left if left.shape[2] else None
-            self.heard = self.fed
+        self.window = self.window.trimmed(self.fed)
 
 
 @dataclass
@@ -57,15 +51,6 @@ class _Attention:
     sinks: mx.array | None = None
     # Why its rows can't be told apart by it; None where they can.
     unfit: str | None = "nothing was seen of its attention"
-
-
-@dataclass
-class _Listening:
-    """State of a cache while a prompt is read and its queries are kept."""
-
-    window: int
-    fetched: tuple[mx.array, mx.array] | None = None
-    steps: list[int] = field(default_factory=list)
 
 
 class _Compact(OwnCache):
@@ -79,7 +64,7 @@ class _Compact(OwnCache):
         self._rows = rows
         self._sequences = sequences
         self.attention = _Attention()
-        self._listening: _Listening | None = None
+        self._observation: Observation | None = None
         self._narrowed = False
 
     def size(self) -> int:
@@ -90,8 +75,7 @@ class _Compact(OwnCache):
 
     @property
     def nbytes(self) -> int:
-        windows = [s.window.nbytes for s in self._sequences if s.window is not None]
-        return self._rows.nbytes + sum(windows)
+        return self._rows.nbytes + sum(s.window.nbytes for s in self._sequences)
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -101,8 +85,8 @@ class _Compact(OwnCache):
         for sequence, step in zip(self._sequences, steps):
             sequence.fed += step
         fetched = self._rows.update_and_fetch(keys, values)
-        if self._listening is not None:
-            self._listening = _Listening(self._listening.window, fetched, steps)
+        if self._observation is not None:
+            self._observation = Observation(self._observation.W, fetched, steps)
         return fetched
 
     def _real(self, L: int) -> list[int]:
@@ -131,7 +115,7 @@ class _Compact(OwnCache):
 
     def listen(self, window: int | None) -> None:
         """Keep the last ``window`` queries from now on; ``None`` to stop."""
-        self._listening = None if window is None else _Listening(window)
+        self._observation = None if window is None else Observation(window)
 
     def observe(
         self,
@@ -143,10 +127,10 @@ class _Compact(OwnCache):
         sinks: mx.array | None,
     ) -> None:
         """Take in what a layer's kernel was given after the last update."""
-        heard, unfit = self._listening, None
-        if heard is None or heard.fetched is None:
+        step, unfit = self._observation, None
+        if step is None or step.fetched is None:
             return
-        if keys is not heard.fetched[0] or values is not heard.fetched[1]:
+        if keys is not step.fetched[0] or values is not step.fetched[1]:
             unfit = "its attention doesn't read the cache's rows as they are"
         elif self._narrowed:
             unfit = "it has a sliding window"
@@ -154,11 +138,10 @@ class _Compact(OwnCache):
             unfit = "its attention has a bias"
         self.attention = _Attention(scale, sinks, unfit)
         # Rows that are still referred to would be copied by the next update.
-        self._listening = _Listening(heard.window)
+        self._observation = Observation(step.W)
         if unfit is None:
-            for index, step in enumerate(heard.steps):
-                new = queries[index : index + 1, :, :step]
-                _hear(self._sequences[index], new, heard.window)
+            for sequence, new in zip(self._sequences, step.of_each(queries)):
+                sequence.window = sequence.window.after(new, sequence.fed, step.W)
 
     def is_trimmable(self) -> bool:
         return True
@@ -191,17 +174,6 @@ class _Compact(OwnCache):
             f"a {type(self).__name__} can't be quantised: leave kv_bits out, or the "
             "budget of the key-value cache (kv_budget)"
         )
-
-
-def _hear(sequence: _Sequence, new: mx.array, window: int) -> None:
-    """The last queries of a sequence, with those of its newest step."""
-    # Of padding on the left nothing counts.
-    new = new[..., max(0, new.shape[2] - max(0, sequence.fed)) :, :]
-    if sequence.window is not None and sequence.heard == sequence.fed - new.shape[2]:
-        new = mx.concatenate([sequence.window, new], axis=2)
-    # A copy, which doesn't hold on to all of a step.
-    sequence.window = mx.contiguous(new[..., -window:, :]) if new.shape[2] else None
-    sequence.heard = sequence.fed
 
 
 class CompactCache(_Compact):
@@ -256,8 +228,9 @@ class CompactCache(_Compact):
         if not self.observed:
             raise ValueError("the queries of the newest tokens weren't observed")
         keys, values = self.rows()
+        queries = sequence.window.queries
         scores = window_scores(
-            sequence.window, keys, attention.scale, method.kernel, attention.sinks
+            queries, keys, attention.scale, method.kernel, attention.sinks
         )
         columns = method.columns(scores)[..., None]
         kept = upstream.KVCache()
@@ -284,8 +257,9 @@ class CompactCache(_Compact):
     @property
     def state(self):
         sequence, attention = self._sequence, self.attention
-        numbers = [sequence.dropped, sequence.firm, sequence.heard, attention.scale]
-        extra = sequence.window, attention.sinks
+        window = sequence.window
+        numbers = [sequence.dropped, sequence.firm, window.end, attention.scale]
+        extra = window.queries, attention.sinks
         numbers += [array is not None for array in extra]
         rows = [] if self.empty() else self.rows()
         held = [array for array in extra if array is not None]
@@ -294,17 +268,17 @@ class CompactCache(_Compact):
     @state.setter
     def state(self, state):
         numbers, *arrays = state
-        dropped, firm, heard, scale, window, sinks = numbers.tolist()
-        window = arrays.pop(0) if window else None
+        dropped, firm, end, scale, queries, sinks = numbers.tolist()
+        queries = arrays.pop(0) if queries else None
         sinks = arrays.pop(0) if sinks else None
         rows = upstream.KVCache()
         if arrays:
             rows.keys, rows.values = arrays
             rows.offset = rows.keys.shape[2]
         self.__init__(rows)
-        dropped, firm, heard = map(int, (dropped, firm, heard))
-        fed = rows.offset + dropped
-        self._sequences = [_Sequence(fed, dropped, firm, window, heard)]
+        dropped, firm, end = map(int, (dropped, firm, end))
+        fed, window = rows.offset + dropped, QueryWindow(queries, end)
+        self._sequences = [_Sequence(fed, dropped, firm, window)]
         self.attention = _Attention(scale, sinks)
 
     @classmethod
@@ -410,8 +384,8 @@ class BatchCompactCache(_Compact):
     @property
     def state(self):
         rows = [] if self.empty() else [*self._rows.state]
-        windows = [s.window for s in self._sequences if s.window is not None]
-        return [*rows, *windows]
+        windows = [s.window.queries for s in self._sequences]
+        return [*rows, *(queries for queries in windows if queries is not None)]
 
     @state.setter
     def state(self, state):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections import Counter
@@ -16,6 +15,7 @@ from mlx_lm.models import cache as upstream
 
 from ..policy import whole_number
 from ..upstream.caches import plain_layers
+from ..upstream.hooks import copied_as, subclass
 from .compact_cache import BatchCompactCache, CompactCache
 from .observation import observed
 from .snapkv import SnapKV
@@ -138,9 +138,7 @@ def compacting(
     def call(facade, *arguments, **named):
         return vars(facade)["reading"](*arguments, **named)
 
-    facade = copy.copy(model)
-    # Classes live until the next collection: this one must not hold any weights.
-    facade.__class__ = type(type(model).__name__, (type(model),), {"__call__": call})
+    facade = copied_as(model, subclass(type(model), __call__=call))
     vars(facade)["reading"] = _Reading(model, method, tokens, done)
     return facade
 

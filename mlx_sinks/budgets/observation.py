@@ -7,13 +7,13 @@ Models in other threads, and the model itself, know nothing of it.
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from typing import Any
 
 import mlx.nn as nn
 
+from ..upstream.hooks import copied_as, subclass
 from ..upstream.kernel import KERNEL, calls_kernel, with_kernel
 
 
@@ -38,13 +38,12 @@ def _view(value: Any, seen: dict[int, Any], classes: dict[type, type]) -> Any:
     """The view of a part; what is in several places is so in the view as well."""
     if isinstance(value, nn.Module):
         if id(value) not in seen:
-            seen[id(value)] = module = copy.copy(value)
-            for name, part in value.items():
-                dict.__setitem__(module, name, _view(part, seen, classes))
             kind = type(value)
             if kind not in classes:
                 classes[kind] = _listening(kind)
-            module.__class__ = classes[kind]
+            seen[id(value)] = module = copied_as(value, classes[kind])
+            for name, part in value.items():
+                dict.__setitem__(module, name, _view(part, seen, classes))
         return seen[id(value)]
     if isinstance(value, dict):
         return {name: _view(part, seen, classes) for name, part in value.items()}
@@ -59,7 +58,7 @@ def _listening(kind: type) -> type:
     for base in reversed(kind.__mro__):
         members.update(vars(base))
     heard = {name: _heard(each) for name, each in members.items() if calls_kernel(each)}
-    return type(kind.__name__, (kind,), heard) if heard else kind
+    return subclass(kind, **heard) if heard else kind
 
 
 def _heard(function: types.FunctionType) -> types.FunctionType:

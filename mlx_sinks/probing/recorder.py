@@ -16,6 +16,7 @@ from mlx_lm.models.cache import KVCache
 from ..patches.registry import check_policy, reached
 from ..policy import SinkPolicy
 from ..sparse.selection import listening
+from ..upstream.hooks import hooked, subclass
 from ..upstream.kernel import KERNEL, calls_kernel
 from .coverage import FIGURES, row_coverage
 from .replay import dense_attention
@@ -157,14 +158,12 @@ def probe(
         policy.fit(index_topk)
         recording = Recording([*attentions], index_topk, policy, block)
         observer = _Observer(recording, queries, {id(part) for part in choosers})
-        classes = [type(part) for part in attentions.values()]
-        try:
-            for number, part in enumerate(attentions.values()):
-                part.__class__ = observer.observed(number, part)
+        observed = [
+            (part, observer.observed(number, part))
+            for number, part in enumerate(attentions.values())
+        ]
+        with hooked(observed):
             yield recording
-        finally:
-            for part, original in zip(attentions.values(), classes):
-                part.__class__ = original
 
 
 def _empty_cache(attention: nn.Module) -> list[KVCache]:
@@ -186,8 +185,7 @@ class _Observer:
 
     def observed(self, number: int, attention: nn.Module) -> type:
         """The layer's class, with a look after each call."""
-        original = type(attention)
-        forward = original.__call__
+        forward = type(attention).__call__
         chooses = any(id(part) in self.choosers for part in attention.modules())
 
         def call(layer, x, mask=None, cache=None):
@@ -203,7 +201,7 @@ class _Observer:
                 self.look(number, dense, layer.indexer.index_topk, x, cache[0])
             return output
 
-        return type(original.__name__, (original,), {"__call__": call})
+        return subclass(type(attention), __call__=call)
 
     def hear(self, *chosen_from) -> None:
         self.heard = chosen_from

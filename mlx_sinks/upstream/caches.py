@@ -30,6 +30,24 @@ def integers(numbers: Any) -> list[int]:
     return numbers.tolist() if isinstance(numbers, mx.array) else list(numbers)
 
 
+def stacked(rows: list[mx.array | None], sizes: list[int]) -> mx.array | None:
+    """Arrays of sequences one below the other, with as many columns as the longest."""
+    known = [array for array in rows if array is not None]
+    if not known:
+        return None
+    _, H, _, *D = known[0].shape
+    T = max(array.shape[2] for array in known)
+    padded = [
+        mx.zeros((size, H, T, *D), known[0].dtype)
+        if array is None
+        else mx.pad(
+            array, [(0, 0), (0, 0), (0, T - array.shape[2]), *[(0, 0)] * len(D)]
+        )
+        for array, size in zip(rows, sizes)
+    ]
+    return mx.concatenate(padded, axis=0)
+
+
 def plain_layers(model: nn.Module, caches: list[Any]) -> list[int]:
     """Layers whose cache is a plain one.
 

@@ -7,13 +7,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..upstream.caches import OwnCache, integers, register
+from ..upstream.caches import OwnCache, integers, register, stacked
+from .positions import Positions
 from .rotation import Rotation
 from .window import EMPTY, Window
-
-# Positions that a sequence reaches before ``local`` counts from its start again: there
-# float32 holds angles to 1e-3, and a window is rotated rarely.
-REBASE_AT = 16_384
 
 
 class SinkCache(OwnCache):
@@ -52,25 +49,32 @@ class SinkCache(OwnCache):
     step = 256
 
     def __init__(self, window: int, sinks: int = 4, rotation: Rotation | None = None):
-        self._start(Window(window, sinks), rotation, [0])
+        self._start(Positions(Window(window, sinks), rotation, [0]), [0])
 
-    def _start(self, window: Window, rotation: Rotation | None, seen: list[int]):
-        self.window = window
-        self.rotation = rotation
-        self.rotations = 0
+    def _start(self, positions: Positions, seen: list[int]):
+        self.window = positions.window
         self.keys = self.values = None
-        # For each sequence: tokens seen, padding on the left counted below zero, and
-        # how far rebases have moved its positions.
+        # Tokens seen of each sequence, padding on the left counted below zero.
         self._seen = seen
-        self._moved = [0] * len(seen)
-        # The sinks' keys as the model rotated them, in parts, once one was evicted.
-        self._originals = None
+        self._positions = positions
         # Where the real tokens of right-padded prompts end, while they are fed.
         self._ends = None
 
     @property
     def offset(self) -> int:
-        return self._seen[0] - self._moved[0]
+        return self._seen[0] - self._positions.moved[0]
+
+    @property
+    def rotation(self) -> Rotation | None:
+        return self._positions.rotation
+
+    @property
+    def rotations(self) -> int:
+        return self._positions.rotations
+
+    @rotations.setter
+    def rotations(self, count: int):
+        self._positions.rotations = count
 
     @property
     def evictions(self) -> int:
@@ -84,7 +88,7 @@ class SinkCache(OwnCache):
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.keys, self.values, self._originals)
+        arrays = (self.keys, self.values, self._positions.originals)
         return sum(array.nbytes for array in arrays if array is not None)
 
     @classmethod
@@ -140,7 +144,8 @@ class SinkCache(OwnCache):
         update = self._append if self._fits(L) else self._replace
         fetched = update(keys, values)
         self._seen = [seen + L for seen in self._seen]
-        self._rebase()
+        if self._ends is None:
+            self.keys = self._positions.rebase(self.keys, self._seen)
         return fetched
 
     def make_mask(
@@ -202,9 +207,10 @@ class SinkCache(OwnCache):
         column = self.window.column
         columns = [[column(n) for n in range(end - L, end)] for end in ends]
         self.values = _put(self.values, columns, values)
-        if sinks := self._sinks_to_move(ends):
+        if sinks := self._positions.sinks_to_move(ends):
             # Before the new keys, which may be sinks themselves in a shorter sequence.
-            moved = self._move_sinks(self.keys[..., :sinks, :], ends)
+            moved = self.keys[..., :sinks, :]
+            moved = self._positions.move_sinks(moved, self._seen, ends)
             self.keys[..., :sinks, :] = moved
         self.keys = _put(self.keys, columns, keys)
         return self._held_arrays(held)
@@ -246,49 +252,15 @@ class SinkCache(OwnCache):
             return np.clip(np.where(positions >= seen, new, old), 0, max(T - 1, 0))
 
         source = places(self.window.held(ends, self._held_columns(L)))
-        if sinks := self._sinks_to_move(ends):
+        if sinks := self._positions.sinks_to_move(ends):
             where = _rows(places(np.arange(sinks)[None]))
-            moved = self._move_sinks(mx.take_along_axis(keys, where, axis=2), ends)
+            moved = mx.take_along_axis(keys, where, axis=2)
+            moved = self._positions.move_sinks(moved, self._seen, ends)
             keys = mx.put_along_axis(keys, where, moved, axis=2)
         self.keys, self.values = (
             mx.take_along_axis(array, _rows(source), axis=2) for array in (keys, values)
         )
         return keys, values
-
-    def _sinks_to_move(self, ends: list[int]) -> int:
-        """How many sinks move in a step: none in ``absolute``, and before evictions."""
-        return (
-            self.window.sinks if self.rotation and max(ends) > self.window.size else 0
-        )
-
-    def _move_sinks(self, held: mx.array, ends: list[int]) -> mx.array:
-        """The sinks where they stand after a step, from how the model rotated them."""
-        fresh = [seen <= self.window.size for seen in self._seen]
-        if self._originals is None:
-            self._originals = self.rotation.parts(held)
-        elif any(fresh):
-            which = mx.array(fresh).reshape(-1, 1, 1, 1, 1)
-            parts = self.rotation.parts(held)
-            self._originals = mx.where(which, parts, self._originals)
-        places = [self.window.evicted(end) for end in ends]
-        moves = [place - moved for place, moved in zip(places, self._moved)]
-        self.rotations += self.window.sinks * sum(map(bool, moves))
-        return self.rotation.turned(self._originals, moves).astype(held.dtype)
-
-    def _rebase(self) -> None:
-        """Put sequences that have come far back to where StreamingLLM has them."""
-        if self.rotation is None or self._ends is not None:
-            return
-        limit = max(REBASE_AT, 2 * self.window.size)
-        moves = [
-            self.window.evicted(seen) - moved if seen - moved >= limit else 0
-            for seen, moved in zip(self._seen, self._moved)
-        ]
-        if not any(moves):
-            return
-        self.keys = self.rotation.turn(self.keys, [-move for move in moves])
-        self.rotations += self.window.size * sum(map(bool, moves))
-        self._moved = [moved + move for moved, move in zip(self._moved, moves)]
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be trimmed: as long as none is evicted."""
@@ -332,22 +304,22 @@ class SinkCache(OwnCache):
 
     @property
     def state(self):
-        rotation = self.rotation
+        rotation, positions = self.rotation, self._positions
         numbers = [
             self.window.size,
             self.window.sinks,
             0 if rotation is None else 1 + rotation.traditional,
-            self.rotations,
+            positions.rotations,
             *self._seen,
-            *self._moved,
+            *positions.moved,
         ]
         state = [mx.array(numbers)]
         if rotation is not None:
             state.append(mx.array(rotation.freqs))
         if self.keys is not None:
             state += self._held_arrays()
-        if self._originals is not None:
-            state.append(self._originals)
+        if positions.originals is not None:
+            state.append(positions.originals)
         return state
 
     @state.setter
@@ -357,12 +329,13 @@ class SinkCache(OwnCache):
         rotation = None
         if kind:
             rotation = Rotation(tuple(arrays.pop(0).tolist()), traditional=kind == 2)
-        self._start(Window(size, sinks), rotation, each[: len(each) // 2])
-        self._moved = each[len(each) // 2 :]
-        self.rotations = rotations
+        B = len(each) // 2
+        positions = Positions(Window(size, sinks), rotation, each[B:])
+        positions.rotations = rotations
+        self._start(positions, each[:B])
         if arrays:
             self.keys, self.values, *originals = arrays
-            self._originals = originals[0] if originals else None
+            positions.originals = originals[0] if originals else None
 
     @classmethod
     def merge(cls, caches: list[SinkCache]) -> BatchSinkCache:
@@ -384,12 +357,13 @@ class BatchSinkCache(SinkCache):
         rotation: Rotation | None = None,
         batch_size: int = 1,
     ):
-        self._start(Window(window, sinks), rotation, [0] * batch_size)
+        positions = Positions(Window(window, sinks), rotation, [0] * batch_size)
+        self._start(positions, [0] * batch_size)
 
     @property
     def offset(self) -> mx.array:
         """(B,): positions of the next tokens for the layer's rope."""
-        return mx.array([s - m for s, m in zip(self._seen, self._moved)])
+        return mx.array([s - m for s, m in zip(self._seen, self._positions.moved)])
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
@@ -416,47 +390,38 @@ class BatchSinkCache(SinkCache):
         """The prompts' padding on the right is over."""
         self._seen = self._ends_after(0)
         self._ends = None
-        self._rebase()
+        self.keys = self._positions.rebase(self.keys, self._seen)
 
     def filter(self, batch_indices: Any) -> None:
         """Keep these sequences only, in this order."""
         kept = integers(batch_indices)
-
-        def chosen(rows):
-            return rows and [rows[index] for index in kept]
-
-        self._seen, self._moved, self._ends = map(
-            chosen, (self._seen, self._moved, self._ends)
+        self._seen, self._ends = (
+            rows and [rows[index] for index in kept]
+            for rows in (self._seen, self._ends)
         )
-        self.keys, self.values, self._originals = (
-            array if array is None else array[mx.array(kept)] for array in _arrays(self)
+        self.keys, self.values = (
+            array if array is None else array[mx.array(kept)]
+            for array in (self.keys, self.values)
         )
+        self._positions.filter(kept)
 
     def extend(self, other: BatchSinkCache) -> None:
         """Add another batch's sequences after these."""
         self._refuse_another_kind(other)
         if self._ends is not None or other._ends is not None:
             raise ValueError("finalize() has to come before extend()")
-        arrays = zip(_arrays(self), _arrays(other))
-        self.keys, self.values, self._originals = (
-            _stacked(pair, [len(self._seen), len(other._seen)]) for pair in arrays
-        )
-        self._seen = self._seen + other._seen
-        self._moved = self._moved + other._moved
-        self.rotations += other.rotations
+        self._take([self, other])
 
     def extract(self, index: int) -> SinkCache:
         """One sequence, as the cache that it would have had alone."""
-        cache = SinkCache(self.window.size, self.window.sinks, self.rotation)
-        cache._seen = [max(0, self._ends_after(0)[index])]
-        cache._moved = [self._moved[index]]
+        seen = max(0, self._ends_after(0)[index])
+        cache = SinkCache.__new__(SinkCache)
+        cache._start(self._positions.extract(index, seen), [seen])
         held = cache._held_columns()
         rows = slice(index, index + 1)
         if held:
             cache.keys = mx.contiguous(self.keys[rows, :, :held])
             cache.values = mx.contiguous(self.values[rows, :, :held])
-        if cache.evictions and self._originals is not None:
-            cache._originals = self._originals[rows]
         return cache
 
     @classmethod
@@ -474,14 +439,18 @@ class BatchSinkCache(SinkCache):
             if other.keys is not None and other.keys.shape[0] > 1:
                 raise ValueError("a SinkCache that holds several rows can't be merged")
         batch = cls.__new__(cls)
-        batch._start(first.window, first.rotation, [n for c in caches for n in c._seen])
-        batch._moved = [moved for c in caches for moved in c._moved]
-        batch.rotations = sum(cache.rotations for cache in caches)
-        arrays = zip(*map(_arrays, caches))
-        batch.keys, batch.values, batch._originals = (
-            _stacked(rows, [1] * len(caches)) for rows in arrays
-        )
+        batch._take(caches)
         return batch
+
+    def _take(self, caches: list[SinkCache]) -> None:
+        """Hold what several caches of one kind hold, their sequences in order."""
+        sizes = [len(cache._seen) for cache in caches]
+        keys = stacked([cache.keys for cache in caches], sizes)
+        values = stacked([cache.values for cache in caches], sizes)
+        positions = Positions.merge([cache._positions for cache in caches])
+        seen = [n for cache in caches for n in cache._seen]
+        self._start(positions, seen)
+        self.keys, self.values = keys, values
 
 
 def _put(held: mx.array, columns: list[list[int]], new: mx.array) -> mx.array:
@@ -496,28 +465,6 @@ def _put(held: mx.array, columns: list[list[int]], new: mx.array) -> mx.array:
 def _rows(columns: np.ndarray) -> mx.array:
     """Columns of each sequence as an index of keys, (B, 1, columns, 1)."""
     return mx.array(columns.astype(np.int32)[:, None, :, None])
-
-
-def _arrays(cache: SinkCache) -> tuple[mx.array | None, ...]:
-    return cache.keys, cache.values, cache._originals
-
-
-def _stacked(rows: list[mx.array | None], sizes: list[int]) -> mx.array | None:
-    """Arrays of sequences one below the other, with as many columns as the longest."""
-    known = [array for array in rows if array is not None]
-    if not known:
-        return None
-    _, H, _, *D = known[0].shape
-    T = max(array.shape[2] for array in known)
-    padded = [
-        mx.zeros((size, H, T, *D), known[0].dtype)
-        if array is None
-        else mx.pad(
-            array, [(0, 0), (0, 0), (0, T - array.shape[2]), *[(0, 0)] * len(D)]
-        )
-        for array, size in zip(rows, sizes)
-    ]
-    return mx.concatenate(padded, axis=0)
 
 
 register(SinkCache, BatchSinkCache)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -28,7 +27,8 @@ from mlx_lm.models.cache import (
 import processes
 import small_models
 import window_oracle
-from batches import batch_tokens
+from batch_histories import BatchHistory, hold, merged
+from batches import alone_tokens, batched_turns
 from mlx_sinks import (
     BatchCompactCache,
     CompactCache,
@@ -36,6 +36,7 @@ from mlx_sinks import (
     compact_prompt_cache,
     snapkv_keep_indices,
 )
+from mlx_sinks.budgets.snapkv import SnapKV, window_scores
 
 HEADS, GROUP, WIDTH, VOCABULARY = 2, 2, 16, 97
 ROW = 2 * HEADS * WIDTH * 4
@@ -317,41 +318,25 @@ def test_any_number_of_heads_share_their_rows(kv_heads):
     check_decoding(cache, reference, tokens(2, 6), [1, 1, 4])
 
 
-def other_model(kind):
-    facts = dict(
-        model_type=kind,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=VOCABULARY,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        # Granite's own.
+OTHER_MODELS = {
+    "qwen3": {},
+    "granite": dict(
         attention_multiplier=0.6,
         embedding_multiplier=1.5,
         residual_multiplier=0.8,
         logits_scaling=2.0,
-        attention_bias=False,
         mlp_bias=False,
-        # SmolLM3's own: its second layer has no positions.
-        no_rope_layers=[1, 0],
-    )
-    upstream = importlib.import_module(f"mlx_lm.models.{kind}")
-    mx.random.seed(0)
-    model = upstream.Model(upstream.ModelArgs.from_dict(facts))
-    mx.eval(model.parameters())
-    return model
+    ),
+    "smollm3": dict(no_rope_layers=[1, 0]),  # its second layer has no positions
+}
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "granite", "smollm3"])
+@pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_queries_are_the_layers_own(kind):
     """Normed ones, ones of another scale, and ones without positions."""
-    model, prompt = other_model(kind), tokens(1, 60)
+    shape = dict(num_key_value_heads=HEADS, head_dim=WIDTH, tie_word_embeddings=True)
+    facts = dict(vocab_size=VOCABULARY, **shape, **OTHER_MODELS[kind])
+    model, prompt = small_models.make(kind, **facts), tokens(1, 60)
     cache = compact_prompt_cache(model, prompt, prefill_step_size=25, **SMALL)
     assert cache.left_whole == {}
     reference = Reference(model)
@@ -674,6 +659,47 @@ def test_a_loaded_cache_is_compacted_again(tmp_path):
     reference.compact(24, min_tokens=0).check(again)
 
 
+@pytest.mark.parametrize("end", [None, 12, 11])
+def test_states_are_those_that_earlier_versions_saved(end):
+    """Of 12 tokens 7 are dropped, and behind 2 rows nothing is missing."""
+    known = end is not None
+    mx.random.seed(0)
+    rows = [mx.random.normal((1, HEADS, 5, WIDTH)) for _ in range(2)]
+    queries = mx.random.normal((1, HEADS * GROUP, 3, WIDTH))
+    sinks = mx.random.normal((HEADS * GROUP,))
+    numbers = mx.array([7, 2, end or 0, 0.25, known, known], mx.float32)
+    state = [numbers, *[queries, sinks] * known, *rows]
+    cache = CompactCache.from_state(state)
+    assert (cache.offset, cache.size(), cache.dropped) == (12, 5, 7)
+    assert cache.observed == (end == 12)
+    again = cache.state
+    assert [each.dtype for each in again] == [each.dtype for each in state]
+    assert all(mx.array_equal(*pair) for pair in zip(again, state, strict=True))
+    with pytest.raises(ValueError, match="can't trim"):
+        copy.deepcopy(cache).trim(4)
+    method = SnapKV(3, recent_tokens=1, min_tokens=0)
+    if cache.observed:
+        scores = window_scores(queries, rows[0], 0.25, sinks=sinks)
+        columns = method.columns(scores)[..., None]
+        cache.compact(method)
+        expected = [mx.take_along_axis(each, columns, axis=2) for each in rows]
+        assert all(mx.array_equal(*pair) for pair in zip(cache.rows(), expected))
+    else:
+        with pytest.raises(ValueError, match="weren't observed"):
+            cache.compact(method)
+
+
+@pytest.mark.parametrize("budget, numbers", [(16, [44, 14, 0]), (60, [0, 0, 60])])
+def test_states_of_prompts(budget, numbers):
+    """Compacted, and whole: there the last queries observe the next turn too."""
+    for layer in compacted(budget=budget, recent_tokens=2)[0]:
+        state, whole = layer.state, budget == 60
+        assert state[0].tolist() == [*numbers, 0.25, whole, False]
+        window = [(1, HEADS * GROUP, 32, WIDTH)] * whole
+        rows = [(1, HEADS, budget, WIDTH)] * 2
+        assert [array.shape for array in state[1:]] == [*window, *rows]
+
+
 @pytest.mark.parametrize("prefill", [7, 2048])
 def test_each_turn_is_compacted_to_the_budget(prefill):
     model, reference = shared_model(), Reference(shared_model())
@@ -760,10 +786,6 @@ def test_sliding_layers_are_left_whole():
     assert (again[1].offset, again[1].size()) == (112, 16)
 
 
-def merged(caches):
-    return [CompactCache.merge(list(layers)) for layers in zip(*caches)]
-
-
 RAGGED = [(60, 16), (9, 30), (100, 24), (41, 8)]
 
 
@@ -794,10 +816,15 @@ def check_batch(batch, references, cuts, seed=30):
 def check_extracted(batch, references):
     for i, reference in enumerate(references):
         alone = [layer.extract(i) for layer in batch]
-        assert all(type(layer) is CompactCache for layer in alone)
-        for ours, layer in zip(alone, reference.layers):
-            check_rows(ours, layer)
-        check_decoding(alone, reference.twin(), tokens(80 + i, 3), [1, 2])
+        check_alone(alone, reference.twin(), tokens(80 + i, 3), [1, 2])
+
+
+def check_alone(alone, reference, inputs, cuts):
+    assert all(type(layer) is CompactCache for layer in alone)
+    for ours, layer in zip(alone, reference.layers):
+        check_rows(ours, layer)
+    if cuts:
+        check_decoding(alone, reference, inputs, cuts)
 
 
 def test_a_ragged_batch_decodes_as_each_alone():
@@ -900,39 +927,32 @@ def test_a_batch_trims_what_all_of_it_holds():
     check_extracted(batch, references)
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.data())
-def test_any_life_of_a_batch(data):
-    caches, references = ragged()
-    batch, running, waiting = merged(caches[:2]), references[:2], [2, 3]
-    for seed in range(data.draw(st.integers(1, 6), "acts")):
-        act = data.draw(st.sampled_from(["step", "filter", "extend", "pad"]), "act")
-        if act == "filter" and len(running) > 1:
-            order = data.draw(st.permutations(range(len(running))), "order")
-            order = order[: data.draw(st.integers(1, len(order)), "stay")]
-            for layer in batch:
-                layer.filter(order)
-            running = [running[i] for i in order]
-        elif act == "extend" and waiting:
-            new = waiting.pop()
-            for layer, more in zip(batch, merged([caches[new]])):
-                layer.extend(more)
-            running.append(references[new])
-        elif act == "pad":
-            sizes = st.integers(1, 6)
-            lengths = data.draw(
-                st.lists(sizes, min_size=len(running), max_size=len(running)), "lengths"
-            )
-            feed_ragged(batch, running, lengths, 4, seed)
-        else:
-            check_batch(batch, running, [data.draw(st.integers(1, 3), "step")], seed)
-    check_batch(batch, running, [1])
-    check_extracted(batch, running)
+class CompactHistory(BatchHistory):
+    """A row is a reference."""
+
+    most, shortest, longest, decodes = 4, 1, 6, 3
+
+    def set_up(self, draw):
+        self.seed = 100
+
+    def alone(self, draw):
+        length, budget = draw(st.sampled_from(RAGGED), "prompt and budget")
+        return compacted(length, length, budget=budget, recent_tokens=3)
+
+    def feed(self, batch, rows, lengths, chunk):
+        self.seed += len(rows)
+        feed_ragged(batch, rows, lengths, chunk, self.seed)
+
+    def check_alone(self, caches, row, cuts):
+        self.seed += 1
+        check_alone(caches, row, tokens(self.seed, sum(cuts)), cuts)
+
+    def twin(self, row):
+        return row.twin()
 
 
-def alone_tokens(model, prompt, cache, count):
-    steps = generate_step(mx.array(prompt), model, max_tokens=count, prompt_cache=cache)
-    return [int(token) for token, _ in steps]
+def test_any_life_of_a_batch():
+    hold(CompactHistory, examples=12, steps=5)
 
 
 @pytest.mark.parametrize("together", [1, 2, 8])
@@ -941,23 +961,15 @@ def test_batch_generator_gives_what_each_gives_alone_in_two_turns(prefill, toget
     model = shared_model()
     caches, _ = ragged()
     alone = copy.deepcopy(caches)
-    for turn, lengths in enumerate(((1, 13, 6, 2), (7, 1, 20, 3))):
-        prompts = [tokens(4 * turn + i, n).tolist() for i, n in enumerate(lengths)]
-        ours, caches = batch_tokens(
-            model,
-            prompts,
-            caches,
-            8,
-            prefill_step_size=prefill,
-            prefill_batch_size=together,
-            completion_batch_size=together,
-        )
-        expected = [
-            alone_tokens(model, prompt, cache, 8)
-            for prompt, cache in zip(prompts, alone)
-        ]
-        assert ours == expected
-    assert [cache[0].offset for cache in caches] == [cache[0].offset for cache in alone]
+    prompts = [
+        [tokens(4 * turn + i, n).tolist() for i, n in enumerate(lengths)]
+        for turn, lengths in enumerate(((1, 13, 6, 2), (7, 1, 20, 3)))
+    ]
+    sizes = dict(prefill_batch_size=together, completion_batch_size=together)
+    sizes["prefill_step_size"] = prefill
+    for left in batched_turns(model, prompts, caches, alone, 8, **sizes):
+        offsets = [[cache[0].offset for cache in each] for each in (left, alone)]
+        assert offsets[0] == offsets[1]
 
 
 def test_generate_step_decodes_from_a_compacted_prompt():

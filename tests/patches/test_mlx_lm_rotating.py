@@ -18,10 +18,10 @@ from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 import mlx_sinks
 import small_models
 import window_oracle
+from batch_histories import hold
 from mlx_sinks import PatchError, PolicyError, SinkPolicy
 from mlx_sinks.patches.registry import patch_of
-
-NOISE = dict(rtol=1e-4, atol=1e-4)
+from window_streams import NOISE, WindowHistory
 
 
 @pytest.fixture
@@ -76,88 +76,26 @@ def test_stock_hides_them():
     assert not any({0, 1, 2} & row for row in seen[10:])
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_ragged_batches_of_any_history(data):
-    """merge, extend, filter, extract, padding on the right, decode: as each alone."""
-    window = data.draw(st.integers(2, 12))
-    keep = data.draw(st.integers(1, window - 1))
+class RotatingHistory(WindowHistory):
+    def set_up(self, draw):
+        mlx_sinks.install(targets=["rotating"])
+        self.window = draw(st.integers(2, 12), "window")
+        self.sinks = draw(st.integers(1, self.window - 1), "keep")
 
-    def alone():
-        lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=3))
-        return lengths, [RotatingKVCache(window, keep=keep) for _ in lengths]
+    def make(self):
+        return RotatingKVCache(self.window, keep=self.sinks)
 
-    def merged(first):
-        lengths, caches = alone()
-        for row, (length, cache) in enumerate(zip(lengths, caches), first):
-            if length:
-                cut = data.draw(st.integers(0, length - 1))
-                for start, stop in ((0, cut), (cut, length)):
-                    if stop > start:
-                        keys = numbered([start], stop - start) + 1000 * row
-                        cache.update_and_fetch(keys, keys)
-        rows = [[row, length] for row, length in enumerate(lengths, first)]
-        return RotatingKVCache.merge(caches), rows
+    def check_facts(self, cache, seen):
+        assert (type(cache), cache.keep) == (RotatingKVCache, self.sinks)
+        assert (cache.max_size, cache.offset) == (self.window, seen)
 
-    def step(batch, rows, N):
-        keys = mx.concatenate(
-            [numbered([seen], N) + 1000 * row for row, seen in rows], axis=0
-        )
-        seen = seen_in(batch, keys)
-        for mine, (row, start) in zip(seen, rows):
-            assert mine == expected(start, N, window, keep, row)
-        for each in rows:
-            each[1] += N
+    def teardown(self):
+        super().teardown()
+        mlx_sinks.uninstall()
 
-    with mlx_sinks.patched(targets=["rotating"]):
-        batch, rows = merged(0)
-        for number in range(data.draw(st.integers(1, 6))):
-            action = data.draw(
-                st.sampled_from(
-                    ["decode", "step", "pad", "extend", "filter", "extract"]
-                )
-            )
-            if action == "decode":
-                for _ in range(data.draw(st.integers(1, 15))):
-                    step(batch, rows, 1)
-            elif action == "step":
-                step(batch, rows, data.draw(st.integers(2, 20)))
-            elif action == "pad":
-                lengths = [data.draw(st.integers(0, 20)) for _ in rows]
-                longest = max(lengths)
-                if not longest:
-                    continue
-                padding = [longest - length for length in lengths]
-                batch.prepare(lengths=lengths, right_padding=padding)
-                keys = mx.concatenate(
-                    [numbered([seen], longest) + 1000 * row for row, seen in rows]
-                )
-                seen = seen_in(batch, keys)
-                batch.finalize()
-                for mine, each, length in zip(seen, rows, lengths):
-                    true = expected(each[1], length, window, keep, each[0])
-                    assert mine[:length] == true
-                    each[1] += length
-            elif action == "extend":
-                other, more = merged(100 * (number + 1))
-                batch.extend(other)
-                rows += more
-            elif action == "filter":
-                kept = data.draw(
-                    st.lists(st.integers(0, len(rows) - 1), min_size=1, unique=True)
-                )
-                batch.filter(sorted(kept))
-                rows = [rows[index] for index in sorted(kept)]
-            else:
-                index = data.draw(st.integers(0, len(rows) - 1))
-                row, start = rows[index]
-                one = batch.extract(index)
-                assert (type(one), one.keep) == (RotatingKVCache, keep)
-                assert (one.max_size, one.offset) == (window, start)
-                for N in (1, 3, 1):
-                    (seen,) = seen_in(one, numbered([start], N) + 1000 * row)
-                    assert seen == expected(start, N, window, keep, row)
-                    start += N
+
+def test_ragged_batches_of_any_history():
+    hold(RotatingHistory, examples=50, steps=5)
 
 
 def test_windows_without_kept_tokens_are_upstreams_own(on):

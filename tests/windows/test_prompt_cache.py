@@ -2,16 +2,9 @@
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import deepseek_v3, gpt2, smollm3
 
 import mlx_sinks
 import small_models
-
-
-def make(upstream, **facts):
-    facts = {**small_models.config("deepseek_v32"), **facts}
-    mx.random.seed(0)
-    return upstream.Model(upstream.ModelArgs.from_dict(facts))
 
 
 def decoded(model, cache, tokens=40):
@@ -22,7 +15,7 @@ def decoded(model, cache, tokens=40):
 
 def test_latent_attention_keeps_absolute_positions_only():
     """Its rotated part is stored among the values, where a move would miss it."""
-    model = make(deepseek_v3, model_type="deepseek_v3")
+    model = small_models.make("deepseek_v3")
     cache = decoded(model, mlx_sinks.make_sink_cache(model, 20))
     assert [layer.evictions for layer in cache] == [20, 20]
     with pytest.raises(ValueError, match="'local' can't move .* layer 0 .*RoPE"):
@@ -30,17 +23,15 @@ def test_latent_attention_keeps_absolute_positions_only():
 
 
 def test_layers_without_positions_are_never_rotated():
-    model = make(
-        smollm3, model_type="smollm3", num_key_value_heads=2, no_rope_layers=[1, 0]
-    )
+    facts = dict(num_key_value_heads=2, no_rope_layers=[1, 0])
+    model = small_models.make("smollm3", **facts)
     cache = decoded(model, mlx_sinks.make_sink_cache(model, 20, position_mode="local"))
     assert [layer.rotations for layer in cache] == [20 * 4, 0]
 
 
 def test_learned_positions_cannot_be_moved():
-    model = make(
-        gpt2,
-        model_type="gpt2",
+    model = small_models.make(
+        "gpt2",
         n_ctx=2048,
         n_embd=32,
         n_head=2,

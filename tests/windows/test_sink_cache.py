@@ -24,13 +24,22 @@ from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
 import small_models
 import window_oracle
-from batches import batch_tokens
+from batch_histories import hold
+from batches import alone_tokens, batch_tokens, batched_turns
 from mlx_sinks import BatchSinkCache, SinkCache, make_sink_cache
-from mlx_sinks.windows import sink_cache
+from mlx_sinks.windows import positions
+from window_streams import (
+    HEADS,
+    NOISE,
+    WIDTH,
+    WindowHistory,
+    check,
+    check_rows,
+    feed,
+    stream,
+)
 
-HEADS, WIDTH = 2, 16
 MODES = ("absolute", "local")
-NOISE = dict(rtol=1e-4, atol=1e-4)
 ROPES = {
     "default": lambda: nn.RoPE(WIDTH),
     "linear": lambda: nn.RoPE(WIDTH, scale=0.5),
@@ -114,42 +123,6 @@ def make_cache(window, sinks, rope=None):
 
 def rope_of(mode):
     return nn.RoPE(WIDTH, base=100.0) if mode == "local" else None
-
-
-def stream(seed, length):
-    """Unrotated queries, keys and values of a sequence."""
-    rng = np.random.default_rng(seed)
-    return rng.standard_normal((3, HEADS, length, WIDTH)).astype(np.float32)
-
-
-def attend(cache, q, k, v, rope=None):
-    """One step as mlx-lm's models take it; the sums in float64."""
-    mask = cache.make_mask(q.shape[2])
-    q, k, v = (mx.array(x) for x in (q, k, v))
-    if rope is not None:
-        q, k = rope(q, offset=cache.offset), rope(k, offset=cache.offset)
-    keys, values = cache.update_and_fetch(k, v)
-    seen = window_oracle.shown(mask, q.shape[2], keys.shape[2])
-    out = window_oracle.attend(np.array(q), np.array(keys), np.array(values), seen)
-    mx.eval(cache.state)
-    return out
-
-
-def feed(cache, whole, start, stop, rope=None):
-    """Tokens ``start`` to ``stop`` of a stream, in one step."""
-    return attend(cache, *whole[:, None, :, start:stop], rope)[0]
-
-
-def check(cache, whole, cuts, window, sinks, rope=None, start=0):
-    """Feed a stream in pieces, each held against the oracle; returns the end."""
-    for cut in cuts:
-        ours = feed(cache, whole, start, start + cut, rope)
-        expected = window_oracle.attention(
-            *whole, start, start + cut, window, sinks, rope
-        )
-        np.testing.assert_allclose(ours, expected, **NOISE)
-        start += cut
-    return start
 
 
 def facts(cache):
@@ -342,10 +315,7 @@ def test_generate_step_over_two_turns(prefill):
     seen = []
     for turn, length in enumerate((40, 3)):
         prompt = tokens(10 + turn, length)
-        steps = generate_step(
-            prompt, model, max_tokens=8, prompt_cache=cache, prefill_step_size=prefill
-        )
-        ours = [int(token) for token, _ in steps]
+        ours = alone_tokens(model, prompt, cache, 8, prefill_step_size=prefill)
         seen += prompt.tolist()
         assert ours == expected_greedy(model, seen, 8, 16, 4)
         seen += ours
@@ -423,7 +393,7 @@ def test_local_equals_absolute_until_the_first_eviction():
 @pytest.mark.parametrize("name", ["default", "yarn", "su partial"])
 @pytest.mark.parametrize("cuts", [[1] * 200, [7] * 30, [30, 1, 1, 12, 1] * 5])
 def test_local_positions_stay_bounded(name, cuts, monkeypatch):
-    monkeypatch.setattr(sink_cache, "REBASE_AT", 40)
+    monkeypatch.setattr(positions, "REBASE_AT", 40)
     rope, whole = ROPES[name](), stream(9, sum(cuts))
     cache, seen = make_cache(12, 4, rope), 0
     for cut in cuts:
@@ -435,7 +405,7 @@ def test_local_positions_stay_bounded(name, cuts, monkeypatch):
 def test_local_positions_at_the_real_bound():
     """Float32 angles of upstream's RoPE are off by a thousandth out there."""
     rope, (q, k, v), window = ROPES["default"](), stream(21, 16600), 64
-    cache, bound = make_cache(window, 4, rope), sink_cache.REBASE_AT
+    cache, bound = make_cache(window, 4, rope), positions.REBASE_AT
     assert bound == 16384
     for start in range(0, 16300, 100):
         x, y = (mx.array(part[None, :, start : start + 100]) for part in (k, v))
@@ -450,7 +420,7 @@ def test_local_positions_at_the_real_bound():
 
 
 def test_local_positions_of_a_window_wider_than_the_bound(monkeypatch):
-    monkeypatch.setattr(sink_cache, "REBASE_AT", 8)
+    monkeypatch.setattr(positions, "REBASE_AT", 8)
     rope, whole = ROPES["default"](), stream(10, 150)
     cache, seen = make_cache(12, 4, rope), 0
     for _ in range(150):
@@ -459,7 +429,7 @@ def test_local_positions_of_a_window_wider_than_the_bound(monkeypatch):
 
 
 def test_local_positions_of_a_batch_stay_bounded(monkeypatch):
-    monkeypatch.setattr(sink_cache, "REBASE_AT", 40)
+    monkeypatch.setattr(positions, "REBASE_AT", 40)
     rope, wholes = ROPES["yarn"](), [stream(seed, 200) for seed in range(3)]
     rows = [[whole, 0] for whole in wholes]
     for row, start in zip(rows, (2, 25, 39)):
@@ -543,7 +513,7 @@ def test_copied_and_loaded_caches_go_on(name, seen, tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_loaded_caches_after_positions_started_again(mode, tmp_path, monkeypatch):
-    monkeypatch.setattr(sink_cache, "REBASE_AT", 40)
+    monkeypatch.setattr(positions, "REBASE_AT", 40)
     rope, whole = rope_of(mode), stream(17, 200)
     cache = make_cache(12, 4, rope)
     for seen in range(100):
@@ -567,6 +537,33 @@ def test_a_models_cache_is_saved_and_loaded(mode, seen, tmp_path):
         for layers in (loaded, cache)
     )
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_states_are_those_that_earlier_versions_saved(mode):
+    """A window of 6 with 2 sinks, after 15 single tokens: 9 of them evicted."""
+    rope, whole = rope_of(mode), stream(22, 30)
+    cache = make_cache(6, 2, rope)
+    check(cache, whole, [1] * 15, 6, 2, rope)
+    columns, (_, k, v) = [0, 1, 14, 11, 12, 13], whole[:, None]
+    keys, values = k[:, :, columns], v[:, :, columns]
+    state = [[6, 2, 0, 0, 15, 0], keys, values]
+    if rope is not None:
+        freqs = 100.0 ** (np.arange(0, WIDTH, 2) / WIDTH)
+        sinks = window_oracle.rotate(keys[:, :, :2], [0, 1], rope)
+        moved = window_oracle.rotate(keys, [9, 10, *columns[2:]], rope)
+        first, second = np.split(sinks, 2, axis=-1)
+        quarters = np.concatenate([-second, first], axis=-1)
+        originals = np.stack([sinks, quarters], axis=-2)
+        state = [[6, 2, 1, 2 * 9, 15, 0], freqs, moved, values, originals]
+    state = [mx.array(state[0]), *(mx.array(np.float32(x)) for x in state[1:])]
+    assert len(cache.state) == len(state)
+    for ours, expected in zip(cache.state, state):
+        assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_allclose(ours, expected, **NOISE)
+    loaded = SinkCache.from_state(state)
+    assert facts(loaded) == facts(cache) and loaded.rotations == cache.rotations
+    check(loaded, whole, [1, 3, 1, 9, 1], 6, 2, rope, 15)
 
 
 BAD_WINDOWS = [0, -1, 8.5, "8", True, None]
@@ -666,53 +663,7 @@ def test_models_with_nothing_to_replace_are_refused(mode):
         make_sink_cache(small_models.make("deepseek_v32"), 16, position_mode=mode)
 
 
-def check_rows(batch, rows, lengths, window, sinks, chunk=None, rope=None, left=False):
-    """Feed each row's next tokens; each is held against its own oracle.
-
-    A row is [stream, tokens seen]. Padding is full of nines.
-    """
-    width = max(lengths)
-    padding = [width - length for length in lengths]
-    inputs = np.full((3, len(rows), HEADS, width, WIDTH), 9.0, np.float32)
-    places = []
-    for i, ((whole, seen), length) in enumerate(zip(rows, lengths)):
-        place = slice(width - length, width) if left else slice(0, length)
-        inputs[:, i, :, place] = whole[:, :, seen : seen + length]
-        places.append(place)
-    if any(padding):
-        if left:
-            batch.prepare(left_padding=padding)
-        else:
-            batch.prepare(lengths=lengths, right_padding=padding)
-    out = []
-    for start in range(0, width, chunk or width):
-        part = inputs[..., start : start + (chunk or width), :]
-        out.append(attend(batch, *part, rope))
-    if any(padding) and not left:
-        batch.finalize()
-    out = np.concatenate(out, axis=2)
-    for i, (row, length, place) in enumerate(zip(rows, lengths, places)):
-        for first in range(0, width, chunk or width):
-            columns = range(first, min(first + (chunk or width), width))
-            real = [c for c in columns if place.start <= c < place.stop]
-            # Where a "local" step has padding, its last row isn't the sequence's.
-            if not real or (rope is not None and len(real) < len(columns)):
-                continue
-            start = row[1] + real[0] - place.start
-            stop = start + len(real)
-            expected = window_oracle.attention(
-                *row[0], start, stop, window, sinks, rope
-            )
-            np.testing.assert_allclose(out[i][:, real], expected, **NOISE)
-        row[1] += length
-    assert batch.offset.shape == (len(rows),)
-    if rope is None:
-        assert batch.offset.tolist() == [seen for _, seen in rows]
-
-
-def check_alone(cache, row, cuts, window, sinks, rope=None):
-    """A cache that left a batch: as if it had always been alone."""
-    whole, seen = row
+def check_facts(cache, seen, window, rope=None):
     assert type(cache) is SinkCache
     assert cache.size() == min(seen, window)
     assert cache.evictions == max(0, seen - window)
@@ -720,72 +671,45 @@ def check_alone(cache, row, cuts, window, sinks, rope=None):
     assert type(cache.offset) is int
     if rope is None:
         assert cache.offset == seen
+
+
+def check_alone(cache, row, cuts, window, sinks, rope=None):
+    """A cache that left a batch: as if it had always been alone."""
+    whole, seen = row
+    check_facts(cache, seen, window, rope)
     return check(cache, whole, cuts, window, sinks, rope, seen)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_ragged_batches_of_any_history(data):
-    draw = data.draw
-    window = draw(st.integers(1, 14), "window")
-    sinks = draw(st.integers(0, window - 1), "sinks")
-    mode = draw(st.sampled_from(MODES), "mode")
-    rope, made = rope_of(mode), 0
+POSITIONS = [("absolute", False), ("local", False), ("local", True)]
 
-    def newcomers(most):
-        nonlocal made
-        rows, caches = [], []
-        for _ in range(draw(st.integers(1, most), "newcomers")):
-            whole, cuts = (
-                stream(made, 300),
-                draw(st.lists(st.integers(1, 20), max_size=2)),
-            )
-            caches.append(make_cache(window, sinks, rope))
-            rows.append([whole, check(caches[-1], whole, cuts, window, sinks, rope)])
-            made += 1
-        return rows, SinkCache.merge(caches)
 
-    with pytest.MonkeyPatch.context() as patch:
-        if draw(st.booleans(), "positions start again"):
-            patch.setattr(sink_cache, "REBASE_AT", 20)
-        rows, batch = newcomers(3)
-        assert type(batch) is BatchSinkCache
-        for _ in range(draw(st.integers(1, 8), "operations")):
-            operations = ["decode", "prefill", "filter", "extend", "extract"]
-            operation = draw(st.sampled_from(operations), "operation")
-            indices = st.integers(0, len(rows) - 1)
-            if operation == "decode":
-                for _ in range(draw(st.integers(1, 6), "steps")):
-                    ones = [1] * len(rows)
-                    check_rows(batch, rows, ones, window, sinks, rope=rope)
-            elif operation == "prefill":
-                lengths = draw(
-                    st.lists(
-                        st.integers(0, 20), min_size=len(rows), max_size=len(rows)
-                    ).filter(any),
-                    "lengths",
-                )
-                chunk = draw(st.integers(1, 20), "chunk")
-                check_rows(batch, rows, lengths, window, sinks, chunk, rope)
-            elif operation == "filter":
-                kept = draw(st.lists(indices, min_size=1, unique=True), "kept")
-                batch.filter(kept)
-                rows = [rows[i] for i in kept]
-            elif operation == "extend" and len(rows) < 5:
-                more, other = newcomers(2)
-                batch.extend(other)
-                rows += more
-            elif operation == "extract":
-                i = draw(indices, "extracted")
-                cuts = draw(st.lists(st.integers(1, 9), max_size=3), "cuts alone")
-                alone = batch.extract(i)
-                end = check_alone(alone, rows[i], cuts, window, sinks, rope)
-                if len(rows) < 5 and draw(st.booleans(), "comes back"):
-                    batch.extend(SinkCache.merge([alone]))
-                    rows.append([rows[i][0], end])
-        check_rows(batch, rows, [1] * len(rows), window, sinks, rope=rope)
-        for i, row in enumerate(rows):
-            check_alone(batch.extract(i), row, [1, 5, 1], window, sinks, rope)
+class SinkHistory(WindowHistory):
+    def set_up(self, draw):
+        self.window = draw(st.integers(1, 14), "window")
+        self.sinks = draw(st.integers(0, self.window - 1), "sinks")
+        mode, again = draw(st.sampled_from(POSITIONS), "mode, positions start again")
+        self.rope, self.patch = rope_of(mode), pytest.MonkeyPatch()
+        if again:
+            self.patch.setattr(positions, "REBASE_AT", 10)
+
+    def make(self):
+        return make_cache(self.window, self.sinks, self.rope)
+
+    def check_facts(self, cache, seen):
+        check_facts(cache, seen, self.window, self.rope)
+
+    def check_batch(self, batch, rows):
+        assert [type(layer) for layer in batch] == [BatchSinkCache]
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.patch.undo()
+
+
+def test_ragged_batches_of_any_history():
+    hold(SinkHistory, examples=60, steps=5)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -936,26 +860,18 @@ def test_batch_generator_gives_what_each_gives_alone_in_two_turns(prefill, toget
     model = make_model()
     alone = [make_sink_cache(model, 16) for _ in range(4)]
     caches = [make_sink_cache(model, 16) for _ in range(4)]
-    for turn, lengths in enumerate(((2, 40, 13, 21), (30, 1, 6, 17))):
-        prompts = [tokens(4 * turn + i, n).tolist() for i, n in enumerate(lengths)]
-        ours, caches = batch_tokens(
-            model,
-            prompts,
-            caches,
-            10,
-            prefill_step_size=prefill,
-            prefill_batch_size=together,
-            completion_batch_size=max(2, together),
-        )
-        for prompt, row, ours_left, left in zip(prompts, ours, caches, alone):
-            steps = generate_step(
-                mx.array(prompt), model, max_tokens=10, prompt_cache=left
-            )
-            assert row == [int(token) for token, _ in steps]
-            assert [type(layer) for layer in ours_left] == [SinkCache] * 2
-            for layer, expected in zip(ours_left, left):
-                assert layer.offset == expected.offset
-                assert layer.evictions == expected.evictions
+    prompts = [
+        [tokens(4 * turn + i, n).tolist() for i, n in enumerate(lengths)]
+        for turn, lengths in enumerate(((2, 40, 13, 21), (30, 1, 6, 17)))
+    ]
+    sizes = dict(prefill_batch_size=together, completion_batch_size=max(2, together))
+    sizes["prefill_step_size"] = prefill
+    for left in batched_turns(model, prompts, caches, alone, 10, **sizes):
+        for cache, expected in zip(left, alone):
+            assert [type(layer) for layer in cache] == [SinkCache] * 2
+            for layer, other in zip(cache, expected):
+                assert layer.offset == other.offset
+                assert layer.evictions == other.evictions
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -968,7 +884,6 @@ def test_batch_generator_in_local_mode(name):
         cache = make_sink_cache(model, 16, position_mode="local")
         logits(model, prompt[:-1], [len(prompt) - 1], cache)
         caches.append(copy.deepcopy(cache))
-        steps = generate_step(prompt[-1:], model, max_tokens=30, prompt_cache=cache)
-        expected.append([int(token) for token, _ in steps])
+        expected.append(alone_tokens(model, prompt[-1:], cache, 30))
     ours, _ = batch_tokens(model, [p[-1:].tolist() for p in prompts], caches, 30)
     assert ours == expected

@@ -1,0 +1,83 @@
+"""The observation window: the newest queries of a prompt, which score its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class QueryWindow:
+    """The newest queries of one sequence.
+
+    Attributes
+    ----------
+    queries : mx.array, shape (1, H, up to W, D), optional
+        ``None`` where none is kept.
+    end : int
+        Tokens of the sequence up to the last of them. Tokens that came since make the
+        window useless, unless they are trimmed.
+    """
+
+    queries: mx.array | None = None
+    end: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.queries is None else self.queries.nbytes
+
+    def reaches(self, fed: int) -> bool:
+        """Whether the newest of ``fed`` tokens has its query here."""
+        return self.queries is not None and self.end == fed
+
+    def after(self, new: mx.array, fed: int, W: int) -> QueryWindow:
+        """The window after a step.
+
+        Parameters
+        ----------
+        new : mx.array, shape (1, H, L, D)
+            Queries of the step.
+        fed : int
+            Tokens with it; padding on the left counts below zero.
+        W : int
+            Queries to keep.
+        """
+        # Of padding on the left nothing counts.
+        new = new[..., max(0, new.shape[2] - max(0, fed)) :, :]
+        if self.reaches(fed - new.shape[2]):
+            new = mx.concatenate([self.queries, new], axis=2)
+        # A copy, which doesn't hold on to all of a step.
+        return QueryWindow(
+            mx.contiguous(new[..., -W:, :]) if new.shape[2] else None, fed
+        )
+
+    def trimmed(self, fed: int) -> QueryWindow:
+        """The window when all but the first ``fed`` tokens are forgotten."""
+        if self.queries is None or fed >= self.end:
+            return self
+        left = self.queries[..., : fed - self.end, :]
+        return QueryWindow(left if left.shape[2] else None, fed)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A prompt that is being read, and the step whose queries are still to come.
+
+    Attributes
+    ----------
+    W : int
+        Queries to keep of each sequence.
+    fetched : tuple of mx.array, shape (B, H, T, D), optional
+        What the last update returned, for the layer's attention.
+    steps : list of int, length B
+        Tokens of that update that belong to each sequence.
+    """
+
+    W: int
+    fetched: tuple[mx.array, mx.array] | None = None
+    steps: list[int] = field(default_factory=list)
+
+    def of_each(self, queries: mx.array) -> list[mx.array]:
+        """Each sequence's own, (1, H, L, D), of a step's queries."""
+        return [queries[b : b + 1, :, :L] for b, L in enumerate(self.steps)]

@@ -1,0 +1,118 @@
+"""Where the tokens of a window stand for the layer's rope."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..upstream.caches import stacked
+from .rotation import Rotation
+from .window import Window
+
+# Positions that a sequence reaches before ``local`` counts from its start again: there
+# float32 holds angles to 1e-3, and a window is rotated rarely.
+REBASE_AT = 16_384
+
+
+class Positions:
+    """How positions of each sequence differ from the numbers of its tokens.
+
+    Without a rotation (``"absolute"``) they don't, and nothing is ever rotated. With
+    one (``"local"``) the sinks follow the newest tokens, moved from their original
+    keys, and a sequence that has come far counts from its start again.
+
+    Attributes
+    ----------
+    rotation : Rotation, optional
+        That of the layer's rope.
+    moved : list of int, length B
+        How far rebases have moved each sequence's positions.
+    originals : mx.array of float32, shape (B, H, sinks, 2, D), optional
+        The sinks' keys as the model rotated them, in ``Rotation.parts``, once one token
+        was evicted.
+    rotations : int
+        Number of keys rotated so far, by heads and layers not multiplied.
+    """
+
+    def __init__(self, window: Window, rotation: Rotation | None, moved: list[int]):
+        self.window = window
+        self.rotation = rotation
+        self.moved = moved
+        self.originals: mx.array | None = None
+        self.rotations = 0
+
+    def sinks_to_move(self, ends: list[int]) -> int:
+        """How many sinks move in a step: none in ``absolute``, and before evictions."""
+        return (
+            self.window.sinks if self.rotation and max(ends) > self.window.size else 0
+        )
+
+    def move_sinks(self, held: mx.array, seen: list[int], ends: list[int]) -> mx.array:
+        """The sinks where they stand after a step, from how the model rotated them.
+
+        Parameters
+        ----------
+        held : mx.array, shape (B, H, sinks, D)
+            Their keys before the step.
+        seen, ends : list of int, length B
+            Tokens of each sequence before the step and after it.
+        """
+        fresh = [each <= self.window.size for each in seen]
+        if self.originals is None:
+            self.originals = self.rotation.parts(held)
+        elif any(fresh):
+            which = mx.array(fresh).reshape(-1, 1, 1, 1, 1)
+            parts = self.rotation.parts(held)
+            self.originals = mx.where(which, parts, self.originals)
+        places = [self.window.evicted(end) for end in ends]
+        moves = [place - moved for place, moved in zip(places, self.moved)]
+        self.rotations += self.window.sinks * sum(map(bool, moves))
+        return self.rotation.turned(self.originals, moves).astype(held.dtype)
+
+    def rebase(self, keys: mx.array, seen: list[int]) -> mx.array:
+        """The keys held, of sequences that have come far back at StreamingLLM's places.
+
+        Parameters
+        ----------
+        keys : mx.array, shape (B, H, T, D)
+        seen : list of int, length B
+            Tokens of each sequence.
+        """
+        if self.rotation is None:
+            return keys
+        limit = max(REBASE_AT, 2 * self.window.size)
+        moves = [
+            self.window.evicted(n) - moved if n - moved >= limit else 0
+            for n, moved in zip(seen, self.moved)
+        ]
+        if not any(moves):
+            return keys
+        self.rotations += self.window.size * sum(map(bool, moves))
+        self.moved = [moved + move for moved, move in zip(self.moved, moves)]
+        return self.rotation.turn(keys, [-move for move in moves])
+
+    def filter(self, kept: list[int]) -> None:
+        """Keep these sequences only, in this order."""
+        self.moved = [self.moved[index] for index in kept]
+        if self.originals is not None:
+            self.originals = self.originals[mx.array(kept)]
+
+    def extract(self, index: int, seen: int) -> Positions:
+        """Those of one sequence of ``seen`` tokens, nothing of it rotated so far."""
+        alone = Positions(self.window, self.rotation, [self.moved[index]])
+        if self.window.evicted(seen) and self.originals is not None:
+            alone.originals = self.originals[index : index + 1]
+        return alone
+
+    @classmethod
+    def merge(cls, several: Sequence[Positions]) -> Positions:
+        """Those of all sequences of several, one below the other."""
+        moved = [each.moved for each in several]
+        first = several[0]
+        merged = cls(first.window, first.rotation, sum(moved, []))
+        merged.originals = stacked(
+            [each.originals for each in several], [*map(len, moved)]
+        )
+        merged.rotations = sum(each.rotations for each in several)
+        return merged
