@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
-from tools.arguments import add_output, count, new_parser
-from tools.output import Output, new_table
+from tools.arguments import count
+from tools.output import new_table
+from tools.script import Script
 
 MIB, GIB = 2**20, 2**30
 BFLOAT16 = 2
@@ -46,16 +47,14 @@ MODELS = (
 
 
 def main() -> int:
-    parser = new_parser(__doc__)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add = script.add_argument
     lengths = [2**13, 2**15, 2**17, 2**20]
     add("--keys", type=count, nargs="+", default=lengths, help="tokens of context")
     add("--chunk", type=count, default=2048, help="queries of a prefill step")
     add("--score-memory", type=count, default=32 * MIB, help="bytes")
-    add_output(parser)
-    options = parser.parse_args()
-    output = Output("arithmetic", options.json, options.out)
-    return output.report(lambda: reckon(options), show)
+    options = script.parse_args()
+    return script.report(lambda: reckon(options), show)
 
 
 def reckon(options: argparse.Namespace) -> dict:

@@ -26,11 +26,12 @@ from mlx_lm.models import cache as upstream
 from rich.console import Console
 
 import mlx_sinks
-from tools.arguments import add_model, add_output, count, new_parser
+from tools.arguments import add_model, count
 from tools.arms import load_any, rotating_cache
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, environment, new_bar, new_table
+from tools.output import bars, environment, new_bar, new_table
 from tools.rounds import in_turn, median, ratio, seconds, turns
+from tools.script import Script
 
 ARMS = ("rotating", "absolute", "local", "full")
 SEGMENTS = 10
@@ -38,19 +39,17 @@ SEGMENTS = 10
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add_model(parser)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add_model(script)
+    add = script.add_argument
     windows = [512, 1024, 2048, 4096]
     add("--windows", type=count, nargs="+", default=windows, help="tokens kept")
     add("--sinks", type=int, default=4, help="tokens kept for good")
     add("--rounds", type=count, default=15, help="of each arm")
     add("--steps", type=count, default=8, help="of each arm in a round")
     add("--stream", type=count, default=100_000, help="tokens of the stream")
-    add_output(parser)
-    options = parser.parse_args()
-    output = Output("cache_speed", options.json, options.out)
-    return output.report(lambda: measure(options), show)
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:

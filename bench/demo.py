@@ -26,9 +26,10 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from mlx_sinks.measuring.repetition import repetition
 from smollm2.build import TEXT, build
-from tools.arguments import add_output, count, new_parser, seed
+from tools.arguments import count, seed
 from tools.blas import with_fast_blas
-from tools.output import Output, bars, new_bar, new_table
+from tools.output import bars, new_bar, new_table
+from tools.script import Script
 
 INDEX_TOPK = 128
 CONTEXT = 8192
@@ -44,8 +45,8 @@ ARMS = {
 
 
 def main() -> int:
-    parser = new_parser(__doc__)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add = script.add_argument
     add("--build", type=Path, default=Path("build"), help="work folder")
     add("--source", default="index", help="as in build.py")
     add("--prompt", default=PROMPT, help="what to ask")
@@ -53,14 +54,12 @@ def main() -> int:
     add("--text-tokens", type=count, default=512, help="for perplexity")
     add("--temp", type=float, default=0.8, help="of the sampling")
     add("--seed", type=seed, default=1, help="seed of the sampling")
-    add_output(parser)
-    options = parser.parse_args()
+    options = script.parse_args()
     if options.text_tokens < INDEX_TOPK + 2:
-        parser.error(f"--text-tokens must go past index_topk {INDEX_TOPK}")
+        script.error(f"--text-tokens must go past index_topk {INDEX_TOPK}")
     # Ended by a signal, the processes that were started must end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    output = Output("demo", options.json, options.out)
-    return output.report(lambda: run_arms(options), show)
+    return script.report(lambda: run_arms(options), show)
 
 
 def run_arms(options: argparse.Namespace) -> dict:

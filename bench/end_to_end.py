@@ -34,11 +34,12 @@ from mlx_lm.models import glm_moe_dsa
 from rich.console import Console
 
 import mlx_sinks
-from tools.arguments import add_output, add_trust, count, new_parser, seed
+from tools.arguments import add_trust, count, seed
 from tools.arms import indexers, load
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, environment, new_bar, new_table
+from tools.output import bars, environment, new_bar, new_table
 from tools.rounds import in_turn, median, ratio
+from tools.script import Script
 
 ARMS = {
     "stock": nullcontext,
@@ -78,9 +79,9 @@ class Run(NamedTuple):
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add = parser.add_argument
-    which = parser.add_mutually_exclusive_group(required=True)
+    script = Script(__doc__)
+    add = script.add_argument
+    which = script.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder or hub id")
     layers = "random ones of GLM-5's shape, with a dense MLP each"
     which.add_argument("--glm-layers", type=count, metavar="N", help=layers)
@@ -92,13 +93,11 @@ def main() -> int:
     add("--rounds", type=count, default=3, help="of each arm")
     add("--prefill-step", type=count, default=512, help="tokens of a prompt at once")
     add("--seed", type=seed, default=0, help="of prompts and random layers")
-    add_trust(parser)
-    add_output(parser)
-    options = parser.parse_args()
+    add_trust(script)
+    options = script.parse_args()
     if options.model is not None and options.dtype:
-        parser.error("--dtype is for --glm-layers: a checkpoint has its own")
-    output = Output("end_to_end", options.json, options.out)
-    return output.report(lambda: measure(options), show)
+        script.error("--dtype is for --glm-layers: a checkpoint has its own")
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:

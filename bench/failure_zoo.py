@@ -32,11 +32,12 @@ from rich.markup import escape
 import mlx_sinks
 from mlx_sinks.measuring.repetition import repetition
 from smollm2 import zoo
-from tools.arguments import add_output, add_policy, count, folder, new_parser
+from tools.arguments import add_policy, count
 from tools.arms import arms, dense, indexers
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, new_table
+from tools.output import bars, new_table
 from tools.parts import finished
+from tools.script import Script
 from tools.texts import (
     generate,
     perplexity,
@@ -59,19 +60,15 @@ MEASURES = {
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add = parser.add_argument
-    add("--model", required=True, help="folder written by build.py")
-    zoo.add_zoo(parser, tuple(zoo.KINDS))
+    script = Script(__doc__)
+    add = script.add_argument
+    zoo.add_zoo(script, tuple(zoo.KINDS), "build/zoo")
     add("--texts", type=count, default=8, help="to generate in each arm")
     add("--generate", type=int, default=128, help="tokens of each text; 0: no texts")
-    add("--parts", type=folder, default="build/zoo", help="folder of finished parts")
-    add_policy(parser)
-    add_output(parser)
-    options = parser.parse_args()
+    add_policy(script)
+    options = script.parse_args()
     stopped = "stopped; the same command goes on with the parts that are left"
-    output = Output("failure_zoo", options.json, options.out)
-    return output.report(lambda: measure(options), show, stopped=stopped)
+    return script.report(lambda: measure(options), show, stopped=stopped)
 
 
 def measure(options: argparse.Namespace) -> dict:

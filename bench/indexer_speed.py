@@ -46,11 +46,12 @@ from rich.console import Console
 
 import mlx_sinks
 from mlx_sinks import SinkPolicy
-from tools.arguments import add_output, count, new_parser, positive, seed
+from tools.arguments import count, positive, seed
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, environment, new_table
+from tools.output import bars, environment, new_table
 from tools.parts import finished
 from tools.rounds import in_seconds, median, ratio, seconds
+from tools.script import Script
 
 D, ROPE = 128, 64
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -139,8 +140,8 @@ class FilledCache:
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add = parser.add_argument
+    script = Script(__doc__, ", .png and the cases")
+    add = script.add_argument
     add("--heads", type=count, nargs="+", default=[32, 64], help="H")
     add("--queries", type=count, nargs="+", default=[1, 8, 512, 2048], help="L")
     lengths = [4096, 8192, 32768, 131072, 2**20]
@@ -154,11 +155,9 @@ def main() -> int:
     add("--longest", type=positive, default=6.0, help="floor of a case in seconds")
     add("--limit", type=positive, default=10.0, help="GiB of scores upstream may hold")
     add("--draws", type=count, default=30, help="of inputs, for the guarantee's cost")
-    add_output(parser, ", .png and the cases")
-    options = parser.parse_args()
+    options = script.parse_args()
     stopped = "stopped; the same command goes on with the cases that are left"
-    output = Output("indexer_speed", options.json, options.out)
-    return output.report(lambda: speed(options), show, draw, stopped)
+    return script.report(lambda: speed(options), show, draw, stopped)
 
 
 def speed(options: argparse.Namespace) -> dict:

@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.markup import escape
 
 import mlx_sinks
-from tools.arguments import add_model, add_output, add_policy, count, new_parser
+from tools.arguments import add_model, add_policy, count
 from tools.arms import ARMS, arms, indexers, load
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, environment, new_bar, new_table
+from tools.output import bars, environment, new_bar, new_table
+from tools.script import Script
 from tools.texts import (
     perplexity,
     perplexity_past,
@@ -37,9 +38,9 @@ from tools.texts import (
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add_model(parser)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add_model(script)
+    add = script.add_argument
     add("--text", type=Path, help="default: Python's own manual")
     tokens = "how many to read; default: the whole file, or twice index_topk"
     add("--tokens", type=count, help=tokens)
@@ -48,11 +49,9 @@ def main() -> int:
     worst = "tokens to name on which stock loses most against dense"
     add("--worst", type=count, help=worst)
     add("--probe", action="store_true", help="what stock selects, too")
-    add_policy(parser)
-    add_output(parser)
-    options = parser.parse_args()
-    output = Output("perplexity", options.json, options.out)
-    return output.report(lambda: measure(options), show)
+    add_policy(script)
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:

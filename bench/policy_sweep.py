@@ -20,11 +20,11 @@ from rich.console import Console
 
 import mlx_sinks
 from smollm2 import zoo
-from tools.arguments import add_output, folder, new_parser
 from tools.arms import dense, indexers
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, new_table
+from tools.output import bars, new_table
 from tools.parts import finished
+from tools.script import Script
 from tools.texts import perplexity_past, token_losses
 
 KINDS = ("random", "RoPE flipped", "trained", "shared by four")
@@ -32,19 +32,14 @@ KINDS = ("random", "RoPE flipped", "trained", "shared by four")
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add = parser.add_argument
-    add("--model", required=True, help="folder written by build.py")
-    zoo.add_zoo(parser, KINDS)
+    script = Script(__doc__)
+    zoo.add_zoo(script, KINDS, "build/sweep")
     for name, grid in (("sinks", [0, 1, 2, 4, 8]), ("recency", [0, 16, 64, 128, 256])):
         said = f"default: {' '.join(map(str, grid))}"
-        add(f"--{name}", type=int, nargs="+", default=grid, help=said)
-    add("--parts", type=folder, default="build/sweep", help="folder of finished parts")
-    add_output(parser)
-    options = parser.parse_args()
+        script.add_argument(f"--{name}", type=int, nargs="+", default=grid, help=said)
+    options = script.parse_args()
     stopped = "stopped; the same command goes on with the parts that are left"
-    output = Output("policy_sweep", options.json, options.out)
-    return output.report(lambda: measure(options), show, stopped=stopped)
+    return script.report(lambda: measure(options), show, stopped=stopped)
 
 
 def measure(options: argparse.Namespace) -> dict:

@@ -21,24 +21,23 @@ from rich.console import Console
 
 from mlx_sinks import SinkPolicy
 from mlx_sinks.sparse import selection  # what is measured is a line in there
-from tools.arguments import add_output, count, new_parser
-from tools.output import Output, environment, new_table
+from tools.arguments import count
+from tools.output import environment, new_table
 from tools.rounds import in_turn, median, ratio, seconds
+from tools.script import Script
 
 INDEX_TOPK = 2048
 HOOK = r"    if \(listener := .*\n        .*_heard\(.*\n"
 
 
 def main() -> int:
-    parser = new_parser(__doc__)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add = script.add_argument
     add("--columns", type=count, nargs="+", default=[4096, 32768], help="T")
     add("--rounds", type=count, default=100, help="of each length")
     add("--calls", type=count, default=20, help="of each way in a round")
-    add_output(parser)
-    options = parser.parse_args()
-    output = Output("probe_cost", options.json, options.out)
-    return output.report(lambda: measure(options), show)
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:

@@ -29,17 +29,16 @@ import mlx_sinks
 from mlx_sinks.measuring.repetition import repetition
 from tools.arguments import (
     add_model,
-    add_output,
     add_policy,
     count,
-    new_parser,
     positive,
     seed,
 )
 from tools.arms import ARMS, arms, dense, indexers, load
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, environment, new_table
+from tools.output import bars, environment, new_table
 from tools.parts import finished, model_files
+from tools.script import Script
 from tools.texts import generate, perplexity, sha256, text_losses
 
 PROMPT = "Tell me the history of a small harbour town, from its beginnings until today."
@@ -54,9 +53,9 @@ MEASURES = {
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add_model(parser)
-    add = parser.add_argument
+    script = Script(__doc__, ", .png and the parts")
+    add_model(script)
+    add = script.add_argument
     add("--prompt", default=PROMPT, help="what to ask")
     add("--tokens", type=count, default=3200, help="of each text, its prompt included")
     past = "instead of --tokens: times the model's index_topk"
@@ -66,12 +65,10 @@ def main() -> int:
     add("--seed", type=seed, default=0, help="of the sampling")
     add("--temp", type=positive, default=0.8, help="of the sampled texts")
     add("--top-p", type=positive, default=0.95, help="of the sampled texts")
-    add_policy(parser)
-    add_output(parser, ", .png and the parts")
-    options = parser.parse_args()
+    add_policy(script)
+    options = script.parse_args()
     stopped = "stopped" if not options.out else "stopped; the same command goes on"
-    output = Output("repetition_profile", options.json, options.out)
-    return output.report(lambda: profile(options), show, draw, stopped)
+    return script.report(lambda: profile(options), show, draw, stopped)
 
 
 def profile(options: argparse.Namespace) -> dict:

@@ -28,10 +28,11 @@ from mlx_lm.models import cache as upstream
 from rich.console import Console
 
 import mlx_sinks
-from tools.arguments import add_model, add_output, add_reading, count, new_parser
+from tools.arguments import add_model, add_reading, count
 from tools.arms import load_any, rotating_cache
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, environment, new_bar, new_table
+from tools.output import bars, environment, new_bar, new_table
+from tools.script import Script
 from tools.texts import batch_losses, perplexity_past, tokens_to_read
 
 ARMS = ("full", "stock", "rotating", "sink cache")
@@ -41,17 +42,15 @@ BATCH = ((0, 1), (1 / 16, 1), (1 / 8, 0.98), (3 / 16, 0.9))
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add_model(parser)
-    add_reading(parser, tokens=2400, window=512)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add_model(script)
+    add_reading(script, tokens=2400, window=512)
+    add = script.add_argument
     add("--chunks", type=count, nargs="+", default=[64, 512, 2048], help="of a step")
     batches = range(len(BATCH) + 1)
     add("--batch", type=int, choices=batches, default=4, help="texts of the batch")
-    add_output(parser)
-    options = parser.parse_args()
-    output = Output("rotating_window", options.json, options.out)
-    return output.report(lambda: measure(options), show)
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:

@@ -30,11 +30,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 
 import mlx_sinks
-from tools.arguments import add_model, add_output, add_reading, count, new_parser
+from tools.arguments import add_model, add_reading, count
 from tools.arms import load_any
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, environment, new_bar, new_table
+from tools.output import bars, environment, new_bar, new_table
 from tools.parts import model_files
+from tools.script import Script
 from tools.texts import perplexity, tokens_to_read
 
 ARMS = ("dense", "absolute", "local", "mismatched")
@@ -59,17 +60,15 @@ class MismatchedCache(mlx_sinks.SinkCache):
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add_model(parser)
-    add_reading(parser, tokens=2600, window=260)
-    add = parser.add_argument
+    script = Script(__doc__, " and .png")
+    add_model(script)
+    add_reading(script, tokens=2600, window=260)
+    add = script.add_argument
     add("--block", type=count, default=256, help="tokens of a block")
     add("--chunk", type=count, default=1, help="tokens of a step past the window")
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="all of them")
-    add_output(parser, " and .png")
-    options = parser.parse_args()
-    output = Output("sink_positions", options.json, options.out)
-    return output.report(lambda: positions(options), show, draw)
+    options = script.parse_args()
+    return script.report(lambda: positions(options), show, draw)
 
 
 def positions(options: argparse.Namespace) -> dict:

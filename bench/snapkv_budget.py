@@ -34,11 +34,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 import mlx_sinks
-from tools.arguments import add_model, add_output, count, new_parser, seed, whole
+from tools.arguments import add_model, count, seed, whole
 from tools.arms import load_any
 from tools.blas import restart_with_fast_blas
-from tools.output import Output, bars, environment, new_bar, new_table
+from tools.output import bars, environment, new_bar, new_table
 from tools.rounds import in_turn, median, ratio, seconds
+from tools.script import Script
 from tools.texts import batch_losses, sha256, token_ids
 
 SINKS = mlx_sinks.SnapKV(budget=1).sink_tokens
@@ -51,9 +52,9 @@ QUESTION = "\n\nWhat is the pass key? The pass key is"
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
-    add_model(parser)
-    add = parser.add_argument
+    script = Script(__doc__, " and .png")
+    add_model(script)
+    add = script.add_argument
     add("--text", type=Path, help="default: Python's own manual")
     add("--skip", type=whole, default=0, help="tokens of the text to leave out first")
     add("--prompts", type=count, nargs="+", default=[1024, 4096], help="tokens of each")
@@ -66,10 +67,8 @@ def main() -> int:
     chunks, said = [1, 64, 512, 2048], "tokens of a step, to be compared"
     add("--chunks", type=count, nargs="*", default=chunks, help=said)
     add("--seed", type=seed, default=0, help="of the passkeys")
-    add_output(parser, " and .png")
-    options = parser.parse_args()
-    output = Output("snapkv_budget", options.json, options.out)
-    return output.report(lambda: measure(options), show, draw)
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show, draw)
 
 
 def measure(options: argparse.Namespace) -> dict:

