@@ -22,7 +22,7 @@ SUITE := -m pytest --numprocesses 2 --dist loadfile
 .PHONY: test-upstream test-upstream-newest test-upstream-oldest
 
 demo: build/venv-demo/ready
-	build/venv-demo/bin/python bench/demo.py --build build --out build/demo.json
+	build/venv-demo/bin/python bench/demo.py --build build --out build/demo
 
 speed: build/venv-speed/ready
 	build/venv-speed/bin/python bench/indexer_speed.py $(SPEED) --out build/indexer_speed
@@ -42,10 +42,10 @@ UPSTREAM := tests/upstream.py --build build/upstream
 test-upstream: test-upstream-newest test-upstream-oldest
 
 test-upstream-newest: build/venv-newest/ready
-	build/venv-newest/bin/python $(UPSTREAM) --out build/upstream/newest.json
+	build/venv-newest/bin/python $(UPSTREAM) --out build/upstream/newest
 
 test-upstream-oldest: build/venv-oldest/ready
-	build/venv-oldest/bin/python $(UPSTREAM) --out build/upstream/oldest.json
+	build/venv-oldest/bin/python $(UPSTREAM) --out build/upstream/oldest
 
 # More options of bench/indexer_speed.py. A GPU multiplies half precision.
 SPEED ?= --dtype $(if $(filter cpu,$(BACKEND)),float32,bfloat16)

@@ -19,9 +19,10 @@ import sys
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
-from rich.table import Table
 
-from arguments import HelpFormatter, add_output, count, put_out, run
+from tools.arguments import count
+from tools.output import new_table
+from tools.script import Script
 
 MIB, GIB = 2**20, 2**30
 BFLOAT16 = 2
@@ -46,15 +47,14 @@ MODELS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add = script.add_argument
     lengths = [2**13, 2**15, 2**17, 2**20]
     add("--keys", type=count, nargs="+", default=lengths, help="tokens of context")
     add("--chunk", type=count, default=2048, help="queries of a prefill step")
     add("--score-memory", type=count, default=32 * MIB, help="bytes")
-    add_output(parser)
-    options = parser.parse_args()
-    return run("arithmetic.py", lambda: put_out(reckon(options), options, show))
+    options = script.parse_args()
+    return script.report(lambda: reckon(options), show)
 
 
 def reckon(options: argparse.Namespace) -> dict:
@@ -79,13 +79,9 @@ def reckon(options: argparse.Namespace) -> dict:
 
 
 def show(result: dict, console: Console) -> None:
-    view = Table(
-        title="Learned indexers: one token of decoding, and one step of "
-        f"{result['chunk']:,} queries"
-    )
+    title = "Learned indexers: one token of decoding, and one step of "
     columns = ("tokens", "keys GiB", "by heads", "GFLOP", "prefill GiB", "blocks MiB")
-    for heading in ("model", *columns):
-        view.add_column(heading, justify="left" if heading == "model" else "right")
+    view = new_table(f"{title}{result['chunk']:,} queries", "model", *columns)
     for row in result["rows"]:
         view.add_row(
             row["model"],

@@ -15,23 +15,23 @@ Two measurements, each with its arms in turn in one process:
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
-from time import perf_counter
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as upstream
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import HelpFormatter, add_output, count, environment, put_out, run
-from arms import load_any, rotating_cache
-from blas import restart_with_fast_blas
+from tools.arguments import add_model, count
+from tools.arms import load_any, rotating_cache
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, environment, new_bar, new_table
+from tools.rounds import in_turn, median, ratio, seconds, turns
+from tools.script import Script
 
 ARMS = ("rotating", "absolute", "local", "full")
 SEGMENTS = 10
@@ -39,19 +39,17 @@ SEGMENTS = 10
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="folder or hub id")
+    script = Script(__doc__)
+    add_model(script)
+    add = script.add_argument
     windows = [512, 1024, 2048, 4096]
     add("--windows", type=count, nargs="+", default=windows, help="tokens kept")
     add("--sinks", type=int, default=4, help="tokens kept for good")
     add("--rounds", type=count, default=15, help="of each arm")
     add("--steps", type=count, default=8, help="of each arm in a round")
     add("--stream", type=count, default=100_000, help="tokens of the stream")
-    add("--trust-remote-code", action="store_true", help="as upstream's")
-    add_output(parser)
-    options = parser.parse_args()
-    return run("cache_speed.py", lambda: put_out(measure(options), options, show))
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -59,16 +57,15 @@ def measure(options: argparse.Namespace) -> dict:
     model, _ = load_any(options.model, options.trust_remote_code)
     for window in options.windows:  # what can't be is refused before any work
         mlx_sinks.make_sink_cache(model, window, sinks=options.sinks)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        total = options.rounds * len(ARMS)
+    with bars() as progress:
+        total = (1 + options.rounds) * len(ARMS)
         decode = []
         for window in options.windows:
-            task = progress.add_task(f"decode, window {window}", total=total)
+            step = new_bar(progress, f"decode, window {window}", total)
             caches = filled(model, window, options.sinks)
-            decode += decode_speed(model, window, caches, options, task, progress)
+            decode += decode_speed(model, window, caches, options, step)
         window = options.windows[0]
-        task = progress.add_task("stream", total=SEGMENTS * (len(ARMS) - 1))
-        step = lambda: progress.advance(task)  # noqa: E731
+        step = new_bar(progress, "stream", SEGMENTS * (len(ARMS) - 1))
         stream = stream_speed(model, window, options.sinks, options.stream, step)
     return {
         "model": options.model,
@@ -98,13 +95,13 @@ def makers(
 
 
 def filled(model: nn.Module, window: int, sinks: int) -> dict[str, list[Any]]:
-    """Caches that have seen twice the window, and a first token after that."""
+    """Each arm's caches, which have seen twice the window."""
     caches = {arm: make() for arm, make in makers(model, window, sinks).items()}
     for cache in caches.values():
         keys, values = random_tokens(model, 2 * window)
         for layer in cache:
             layer.update_and_fetch(keys, values)
-        mx.eval(model(mx.array([[0]]), cache=cache), [c.state for c in cache])
+        mx.eval([c.state for c in cache])
     return caches
 
 
@@ -119,25 +116,21 @@ def random_tokens(model: nn.Module, tokens: int) -> tuple[mx.array, mx.array]:
     return tuple(arrays)
 
 
-def decode_speed(model, window, caches, options, task, progress) -> list[dict]:
+def decode_speed(model, window, caches, options, step) -> list[dict]:
     """Tokens per second of each arm, and its ratio to stock's in the same round."""
-    speeds: dict[str, list[float]] = {arm: [] for arm in caches}
     token = mx.array([[0]])
-    for _ in range(options.rounds):
-        for arm, cache in caches.items():
-            start = perf_counter()
-            for _ in range(options.steps):
-                mx.eval(model(token, cache=cache))
-            speeds[arm].append(options.steps / (perf_counter() - start))
-            progress.advance(task)
+
+    def decoding(cache):
+        return lambda: 1 / seconds(lambda: model(token, cache=cache), options.steps)
+
+    arms = {arm: decoding(cache) for arm, cache in caches.items()}
+    speeds = in_turn(arms, options.rounds, step)
     return [
         {
             "window": window,
             "arm": arm,
-            "tokens_per_second": statistics.median(speeds[arm]),
-            "ratio": statistics.median(
-                ours / stock for ours, stock in zip(speeds[arm], speeds["rotating"])
-            ),
+            "tokens_per_second": median(speeds, arm),
+            "ratio": ratio(speeds, arm, "rotating"),
             "bytes": sum(layer.nbytes for layer in caches[arm]),
         }
         for arm in caches
@@ -150,44 +143,43 @@ def stream_speed(
     """Microseconds a step and bytes held in each part of a stream, for each window."""
     keys, values = random_tokens(model, 1)
     queries, scale = keys, keys.shape[-1] ** -0.5
-    rows = []
-    layers = {
-        arm: make()[0]
+    size = max(1, tokens // SEGMENTS)
+
+    def segment(cache):
+        def attend():
+            mask = cache.make_mask(1)
+            held, vs = cache.update_and_fetch(keys, values)
+            return mx.fast.scaled_dot_product_attention(
+                queries, held, vs, scale=scale, mask=mask
+            )
+
+        def run():
+            mx.reset_peak_memory()
+            return {
+                "us_a_step": 1e6 * seconds(attend, size),
+                "bytes": cache.nbytes,
+                "peak_bytes": mx.get_peak_memory(),
+                "offset": cache.offset,
+            }
+
+        return run
+
+    arms = {
+        arm: segment(make()[0])
         for arm, make in makers(model, window, sinks).items()
         if arm != "full"
     }
-    size = max(1, tokens // SEGMENTS)
-    for segment in range(SEGMENTS):
-        for arm, cache in layers.items():
-            mx.reset_peak_memory()
-            start = perf_counter()
-            for _ in range(size):
-                mask = cache.make_mask(1)
-                held, vs = cache.update_and_fetch(keys, values)
-                mx.eval(
-                    mx.fast.scaled_dot_product_attention(
-                        queries, held, vs, scale=scale, mask=mask
-                    )
-                )
-            seconds = perf_counter() - start
-            rows.append(
-                {
-                    "arm": arm,
-                    "tokens": (segment + 1) * size,
-                    "us_a_step": 1e6 * seconds / size,
-                    "bytes": cache.nbytes,
-                    "peak_bytes": mx.get_peak_memory(),
-                    "offset": cache.offset,
-                }
-            )
-            step()
-    return rows
+    return [
+        {"arm": arm, "tokens": number * size, **segments[arm]}
+        for number, segments in enumerate(islice(turns(arms, step), SEGMENTS), 1)
+        for arm in arms
+    ]
 
 
 def show(result: dict, console: Console) -> None:
-    view = Table(title="Decode, the whole model", caption="ratio to stock's rotating")
-    for heading in ("window", "arm", "tokens/s", "ratio", "MiB held"):
-        view.add_column(heading, justify="left" if heading == "arm" else "right")
+    headings = ("window", "arm", "tokens/s", "ratio", "MiB held")
+    caption = "ratio to stock's rotating"
+    view = new_table("Decode, the whole model", *headings, caption=caption)
     for row in result["decode"]:
         view.add_row(
             f"{row['window']:,}" if row["arm"] == ARMS[0] else "",
@@ -199,12 +191,8 @@ def show(result: dict, console: Console) -> None:
     console.print(view)
     stream = result["stream"]
     arms = list(dict.fromkeys(row["arm"] for row in stream["rows"]))
-    view = Table(
-        title=f"A stream through one layer, window {stream['window']}: "
-        "µs a step (KiB held)"
-    )
-    for heading in ("tokens", *arms):
-        view.add_column(heading, justify="right")
+    title = f"A stream through one layer, window {stream['window']}: "
+    view = new_table(f"{title}µs a step (KiB held)", "tokens", *arms)
     by_length: dict[int, dict[str, dict]] = {}
     for row in stream["rows"]:
         by_length.setdefault(row["tokens"], {})[row["arm"]] = row

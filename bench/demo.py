@@ -9,7 +9,6 @@ perplexity of a given text past index_topk, and how much its text repeats itself
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import shlex
@@ -23,13 +22,14 @@ from tempfile import TemporaryFile
 
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from arguments import TEXT, HelpFormatter, add_output, count, put_out, seed
-from blas import with_fast_blas
 from mlx_sinks.measuring.repetition import repetition
-from smollm2.build import build
+from smollm2.build import TEXT, build
+from tools.arguments import count, seed
+from tools.blas import with_fast_blas
+from tools.output import bars, new_bar, new_table
+from tools.script import Script
 
 INDEX_TOPK = 128
 CONTEXT = 8192
@@ -45,56 +45,39 @@ ARMS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--build", type=Path, default=Path("build"), help="work folder")
-    parser.add_argument("--source", default="index", help="as in build.py")
-    parser.add_argument("--prompt", default=PROMPT, help="what to ask")
-    parser.add_argument("--max-tokens", type=count, default=300, help="to generate")
-    parser.add_argument("--text-tokens", type=count, default=512, help="for perplexity")
-    parser.add_argument("--temp", type=float, default=0.8, help="of the sampling")
-    parser.add_argument("--seed", type=seed, default=1, help="seed of the sampling")
-    add_output(parser)
-    options = parser.parse_args()
+    script = Script(__doc__)
+    add = script.add_argument
+    add("--build", type=Path, default=Path("build"), help="work folder")
+    add("--source", default="index", help="as in build.py")
+    add("--prompt", default=PROMPT, help="what to ask")
+    add("--max-tokens", type=count, default=300, help="to generate")
+    add("--text-tokens", type=count, default=512, help="for perplexity")
+    add("--temp", type=float, default=0.8, help="of the sampling")
+    add("--seed", type=seed, default=1, help="seed of the sampling")
+    options = script.parse_args()
     if options.text_tokens < INDEX_TOPK + 2:
-        parser.error(f"--text-tokens must go past index_topk {INDEX_TOPK}")
+        script.error(f"--text-tokens must go past index_topk {INDEX_TOPK}")
     # Ended by a signal, the processes that were started must end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    console = Console(stderr=True)
-    try:
-        build(options.build / "smollm2-dsa", options.source, INDEX_TOPK, seed=0)
-        build(options.build / "smollm2-dsa-dense", options.source, CONTEXT, seed=0)
-        put_out(run_arms(options, console), options, show)
-    except subprocess.CalledProcessError as error:
-        print(f"demo.py: failed: {error}\n{error.stderr or ''}", file=sys.stderr)
-        return 1
-    except (OSError, ValueError) as error:
-        print(f"demo.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return script.report(lambda: run_arms(options), show)
 
 
-def run_arms(options: argparse.Namespace, console: Console) -> dict:
+def run_arms(options: argparse.Namespace) -> dict:
     """Generate with each arm, the perplexities beside them on the other core."""
+    build(options.build / "smollm2-dsa", options.source, INDEX_TOPK, seed=0)
+    build(options.build / "smollm2-dsa-dense", options.source, CONTEXT, seed=0)
     tokenizer = load_tokenizer(options.build / "smollm2-dsa")
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
+    bar = bars(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     # MLX_SINKS_QUIET: the perplexities' own line would be lost among the bars.
     measure = perplexity_command(options.build / "smollm2-dsa", options)
     with bar, started(measure, {"MLX_SINKS_QUIET": "1"}) as measuring:
         measuring_task = bar.add_task("perplexity of a text, three arms", total=None)
         arms = {}
         for arm, (folder, variables) in ARMS.items():
-            task = bar.add_task(f"mlx_lm.generate, {arm}", total=options.max_tokens)
+            step = new_bar(bar, f"mlx_lm.generate, {arm}", options.max_tokens)
             command = generate_command(options.build / folder, options)
-            text = generate(command, variables, functools.partial(bar.advance, task))
-            bar.update(task, completed=options.max_tokens)
+            text = generate(command, variables, step)
+            step(options.max_tokens)  # whatever pieces it came in
             ids = tokenizer.encode(text, add_special_tokens=False)
             prefix = "".join(f"{name}={value} " for name, value in variables.items())
             arms[arm] = {
@@ -172,8 +155,8 @@ def started(
             process.wait()
         if status:
             errors.seek(0)
-            said = errors.read().decode()
-            raise subprocess.CalledProcessError(status, command[:2], stderr=said)
+            what = f"{shlex.join(command[:2])} failed with status {status}"
+            raise RuntimeError(f"{what}\n{errors.read().decode()}")
 
 
 def show(result: dict, console: Console) -> None:
@@ -184,14 +167,10 @@ def show(result: dict, console: Console) -> None:
         console.print(f"… {tail}", markup=False, highlight=False)
     console.rule()
     blocks = max(len(arm["repeated_4_grams"]) for arm in result["arms"].values())
-    table = Table(
-        title=f"index_topk {result['index_topk']}, random indexers; {result['policy']}"
-    )
-    table.add_column("arm")
-    for heading in ("sinks kept", "perplexity", "x dense"):
-        table.add_column(heading, justify="right")
-    for block in range(blocks):
-        table.add_column(f"repeats\n{block * BLOCK}+", justify="right")
+    title = f"index_topk {result['index_topk']}, random indexers; {result['policy']}"
+    headings = ("arm", "sinks kept", "perplexity", "x dense")
+    repeats = (f"repeats\n{block * BLOCK}+" for block in range(blocks))
+    table = new_table(title, *headings, *repeats)
     for name, arm in result["arms"].items():
         kept = arm["sinks_kept"]
         shares = [f"{share:.0%}" for share in arm["repeated_4_grams"]]

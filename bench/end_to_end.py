@@ -19,11 +19,10 @@ isn't part of: prefill compares nothing in a model of one layer.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections import deque
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -33,13 +32,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import glm_moe_dsa
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import HelpFormatter, add_output, count, environment, put_out, run, seed
-from arms import indexers, load
-from blas import restart_with_fast_blas
+from tools.arguments import add_trust, count, seed
+from tools.arms import indexers, load
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, environment, new_bar, new_table
+from tools.rounds import in_turn, median, ratio
+from tools.script import Script
 
 ARMS = {
     "stock": nullcontext,
@@ -79,9 +79,9 @@ class Run(NamedTuple):
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    which = parser.add_mutually_exclusive_group(required=True)
+    script = Script(__doc__)
+    add = script.add_argument
+    which = script.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder or hub id")
     layers = "random ones of GLM-5's shape, with a dense MLP each"
     which.add_argument("--glm-layers", type=count, metavar="N", help=layers)
@@ -93,12 +93,11 @@ def main() -> int:
     add("--rounds", type=count, default=3, help="of each arm")
     add("--prefill-step", type=count, default=512, help="tokens of a prompt at once")
     add("--seed", type=seed, default=0, help="of prompts and random layers")
-    add("--trust-remote-code", action="store_true", help="as upstream's")
-    add_output(parser)
-    options = parser.parse_args()
+    add_trust(script)
+    options = script.parse_args()
     if options.model is not None and options.dtype:
-        parser.error("--dtype is for --glm-layers: a checkpoint has its own")
-    return run("end_to_end.py", lambda: put_out(measure(options), options, show))
+        script.error("--dtype is for --glm-layers: a checkpoint has its own")
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -116,24 +115,18 @@ def measure(options: argparse.Namespace) -> dict:
     vocabulary = model(mx.array([[0]])).shape[-1]
     lengths = options.prompts or [index_topk // 2, 2 * index_topk, 4 * index_topk]
     rows = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         for length in lengths:
-            total = options.rounds * len(ARMS)
-            task = progress.add_task(f"{length} tokens", total=total)
+            total = (1 + options.rounds) * len(ARMS)
+            step = new_bar(progress, f"{length} tokens", total)
             prompt = mx.random.randint(
                 0, vocabulary, (length,), key=mx.random.key(options.seed)
             )
             mx.eval(prompt)
-            runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
-            order = deque(ARMS)
-            with ARMS["sinks"]():
-                generated(model, prompt, options)  # to warm up
-            for _ in range(options.rounds):
-                for arm in order:
-                    with ARMS[arm]():
-                        runs[arm].append(generated(model, prompt, options))
-                    progress.advance(task)
-                order.rotate(-1)  # no arm is always first
+            run = partial(generated, model, prompt, options)
+            runs = in_turn(
+                {arm: partial(run, arm) for arm in ARMS}, options.rounds, step
+            )
             rows += compared(length, runs)
     return {
         "model": name,
@@ -156,7 +149,9 @@ def glm(layers: int, dtype: mx.Dtype, seed: int) -> nn.Module:
     return model
 
 
-def generated(model: nn.Module, prompt: mx.array, options: argparse.Namespace) -> Run:
+def generated(
+    model: nn.Module, prompt: mx.array, options: argparse.Namespace, arm: str
+) -> Run:
     """One generation, timed: the first token, which prefill makes, and the others."""
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -164,48 +159,43 @@ def generated(model: nn.Module, prompt: mx.array, options: argparse.Namespace) -
         "max_tokens": 1 + options.tokens,
         "prefill_step_size": options.prefill_step,
     }
-    steps = generate_step(prompt, model, **sizes)
-    start = perf_counter()
-    written = [next(steps)[0]]
-    prefilled = perf_counter()
-    written += [token for token, _ in steps]
-    end = perf_counter()
-    # The engine has begun a step more, which isn't to run into the next arm's time.
-    with mx.stream(generation_stream):
-        mx.synchronize()
+    with ARMS[arm]():
+        steps = generate_step(prompt, model, **sizes)
+        start = perf_counter()
+        written = [next(steps)[0]]
+        prefilled = perf_counter()
+        written += [token for token, _ in steps]
+        end = perf_counter()
+        # The engine has begun a step more, which isn't to run into the next arm's time.
+        with mx.stream(generation_stream):
+            mx.synchronize()
     speeds = prompt.size / (prefilled - start), options.tokens / (end - prefilled)
     return Run(*speeds, mx.get_peak_memory(), written)
 
 
-def compared(length: int, runs: dict[str, list[Run]]) -> list[dict]:
+def compared(length: int, rounds: list[dict[str, Run]]) -> list[dict]:
     """A row for each arm, beside stock."""
     rows = []
-    for arm, own in runs.items():
+    for arm in ARMS:
         row = {"prompt": length, "arm": arm}
         for phase in PHASES:
-            speeds, stock = (
-                [getattr(each, phase) for each in several]
-                for several in (own, runs["stock"])
-            )
-            row[f"{phase}_tokens_per_second"] = statistics.median(speeds)
-            row[f"{phase}_ratio"] = statistics.median(
-                ours / theirs for ours, theirs in zip(speeds, stock)
-            )
-        row["peak_bytes"] = max(each.peak_bytes for each in own)
-        row["same_tokens"] = own[0].written == runs["stock"][0].written
+            speeds = [{a: getattr(each[a], phase) for a in ARMS} for each in rounds]
+            row[f"{phase}_tokens_per_second"] = median(speeds, arm)
+            row[f"{phase}_ratio"] = ratio(speeds, arm, "stock")
+        row["peak_bytes"] = max(each[arm].peak_bytes for each in rounds)
+        row["same_tokens"] = rounds[0][arm].written == rounds[0]["stock"].written
         rows.append(row)
     return rows
 
 
 def show(result: dict, console: Console) -> None:
-    view = Table(
-        title=f"Tokens per second, index_topk {result['index_topk']:,}",
+    headings = ("prefill", "ratio", "decode", "ratio", "peak MiB", "same tokens")
+    view = new_table(
+        f"Tokens per second, index_topk {result['index_topk']:,}",
+        *("prompt", "arm", *headings),
         caption="ratios and tokens: to stock's; memory: with "
         f"{result['weights_bytes'] / 2**20:,.0f} MiB of weights",
     )
-    headings = ("prefill", "ratio", "decode", "ratio", "peak MiB", "same tokens")
-    for heading in ("prompt", "arm", *headings):
-        view.add_column(heading, justify="left" if heading == "arm" else "right")
     for row in result["rows"]:
         cells = [f"{row['prompt']:,}" if row["arm"] == "stock" else "", row["arm"]]
         for phase in PHASES:

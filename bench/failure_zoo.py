@@ -21,41 +21,31 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import re
 import sys
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import (
-    HelpFormatter,
-    add_output,
-    add_policy,
-    count,
-    environment,
-    finished,
-    folder,
-    model_files,
-    put_out,
-    run,
-    seed,
-    token_ids,
-)
-from arms import arms, dense, indexers
-from blas import restart_with_fast_blas
-from generation import generate, text_losses
 from mlx_sinks.measuring.repetition import repetition
-from perplexity import perplexity_past, probed, token_losses
 from smollm2 import zoo
-from smollm2.build import INDEXER_WEIGHTS, TRAINED
+from tools.arguments import add_policy, count
+from tools.arms import arms, dense, indexers
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, new_table
+from tools.parts import finished
+from tools.script import Script
+from tools.texts import (
+    generate,
+    perplexity,
+    perplexity_past,
+    probed,
+    text_losses,
+    token_losses,
+)
 
 MEASURES = {
     "perplexity": ("perplexity", "{:.2f}"),
@@ -70,76 +60,15 @@ MEASURES = {
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="folder written by build.py")
-    add_zoo(parser, tuple(zoo.KINDS))
+    script = Script(__doc__)
+    add = script.add_argument
+    zoo.add_zoo(script, tuple(zoo.KINDS), "build/zoo")
     add("--texts", type=count, default=8, help="to generate in each arm")
     add("--generate", type=int, default=128, help="tokens of each text; 0: no texts")
-    add("--parts", type=folder, default="build/zoo", help="folder of finished parts")
-    add_policy(parser)
-    add_output(parser)
-    options = parser.parse_args()
+    add_policy(script)
+    options = script.parse_args()
     stopped = "stopped; the same command goes on with the parts that are left"
-    return run(
-        "failure_zoo.py", lambda: put_out(measure(options), options, show), stopped
-    )
-
-
-def add_zoo(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
-    """Which indexers, and the text that they are measured on."""
-    add = parser.add_argument
-    names = ", ".join(map(repr, zoo.KINDS))
-    add(
-        "--indexers",
-        nargs="+",
-        choices=zoo.KINDS,
-        default=kinds,
-        metavar="KIND",
-        help=f"of {names}",
-    )
-    add("--seeds", type=seed, nargs="+", default=[0], help="of random indexers")
-    add(
-        "--trained",
-        type=Path,
-        nargs="+",
-        default=[TRAINED],
-        metavar="FILE",
-        help="trained indexers; default: those that are shipped",
-    )
-    add("--text", type=Path, help="text to predict; default: Python's own manual")
-    add("--tokens", type=count, default=1024, help="how many of it to read")
-
-
-def read_text(
-    options: argparse.Namespace, tokenizer: Any, index_topk: int
-) -> tuple[list[int], dict]:
-    """The text's tokens, and what every figure of them depends on."""
-    ids, source = token_ids(tokenizer, options.text)
-    if not index_topk + 1 < options.tokens <= len(ids):
-        raise ValueError(
-            f"--tokens {options.tokens} has to go past index_topk {index_topk}, and "
-            f"{source['text']} has {len(ids)}"
-        )
-    # Every case brings its own indexers along.
-    base = model_files(options.model)
-    base.pop(INDEXER_WEIGHTS, None)
-    facts = {"index_topk": index_topk, "base": base, **source, **environment()}
-    return ids[: options.tokens], facts | {"tokens": options.tokens}
-
-
-def cases(options: argparse.Namespace) -> list[zoo.Case]:
-    """A case for each seed where weights are random, else for each trained file."""
-    seeds, files = dict.fromkeys(options.seeds), dict.fromkeys(options.trained)
-    return [
-        case
-        for kind in options.indexers
-        for case in (
-            [zoo.Case(kind, seed=seed) for seed in seeds]
-            if kind == "random"
-            else [zoo.Case(kind, trained=file) for file in files]
-        )
-    ]
+    return script.report(lambda: measure(options), show, stopped=stopped)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -150,13 +79,14 @@ def measure(options: argparse.Namespace) -> dict:
     policy.fit(index_topk)
     if options.generate < 0:
         raise ValueError(f"--generate {options.generate}: 0, or tokens to generate")
-    ids, facts = read_text(options, tokenizer, index_topk)
+    reading = options.text, options.tokens, index_topk
+    ids, facts = zoo.read_text(options.model, tokenizer, *reading)
     facts["policy"] = str(policy)
     sampling = {"temp": 0.8, "top_p": 0.95, "seed": 0}
     writing = {"texts": options.texts, "generated": options.generate, **sampling}
     never = sorted(tokenizer.eos_token_ids)
     every_arm = arms(model, policy)
-    chosen = cases(options)
+    chosen = zoo.cases(options.indexers, options.seeds, options.trained)
 
     def read(arm: str) -> dict:
         losses = functools.partial(token_losses, model, ids)
@@ -178,9 +108,9 @@ def measure(options: argparse.Namespace) -> dict:
         with dense(model):
             losses = text_losses(model, prompt, texts)
         repeated = [repetition(text, length)[0].repeated[4] for text in texts]
-        return {"surprise": math.exp(losses.mean()), "repeats_4": mean(repeated)}
+        return {"surprise": perplexity(losses), "repeats_4": mean(repeated)}
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         ways = 2 if options.generate else 1
         task = progress.add_task("", total=ways * (1 + 2 * len(chosen)))
 
@@ -214,13 +144,12 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def show(result: dict, console: Console) -> None:
-    view = Table(
-        title=f"index_topk {result['index_topk']}, {result['tokens']} tokens of "
+    view = new_table(
+        f"index_topk {result['index_topk']}, {result['tokens']} tokens of "
         f"{escape(result['text'])}; sinks: {result['policy']}",
+        *("indexers", "arm", *(heading for heading, _ in MEASURES.values())),
         caption="Mean over seeds or trained files; below it the lowest and the highest",
     )
-    for heading in ("indexers", "arm", *(heading for heading, _ in MEASURES.values())):
-        view.add_column(heading, justify="left" if heading == "indexers" else "right")
     groups: dict[tuple[str, str], list[dict]] = {}
     for row in result["rows"]:
         groups.setdefault((row["indexers"], row["arm"]), []).append(row)

@@ -30,14 +30,12 @@ import functools
 import hashlib
 import itertools
 import os
-import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -45,31 +43,21 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.deepseek_v32 import Indexer, ModelArgs
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import (
-    HelpFormatter,
-    count,
-    environment,
-    finished,
-    folder,
-    new_figure,
-    positive,
-    put_out,
-    run,
-    seed,
-)
-from blas import restart_with_fast_blas
 from mlx_sinks import SinkPolicy
+from tools.arguments import count, positive, seed
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, environment, new_table
+from tools.parts import finished
+from tools.rounds import in_seconds, median, ratio, seconds
+from tools.script import Script
 
 D, ROPE = 128, 64
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 # Hidden size and rank of the queries: GLM-5 has 32 heads, DeepSeek-V3.2 has 64.
 WIDTHS = {32: (6144, 2048), 64: (7168, 1536)}
 LOOKED_AT = 4  # queries whose recall is computed
-FEWEST, MOST = 3, 300  # rounds, but of what takes too long two
 
 
 @dataclass(frozen=True)
@@ -152,8 +140,8 @@ class FilledCache:
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    script = Script(__doc__, ", .png and the cases")
+    add = script.add_argument
     add("--heads", type=count, nargs="+", default=[32, 64], help="H")
     add("--queries", type=count, nargs="+", default=[1, 8, 512, 2048], help="L")
     lengths = [4096, 8192, 32768, 131072, 2**20]
@@ -167,15 +155,13 @@ def main() -> int:
     add("--longest", type=positive, default=6.0, help="floor of a case in seconds")
     add("--limit", type=positive, default=10.0, help="GiB of scores upstream may hold")
     add("--draws", type=count, default=30, help="of inputs, for the guarantee's cost")
-    add("--json", action="store_true", help="print JSON, no table")
-    add("--out", type=folder, help="folder for cases, JSON and PNG")
-    options = parser.parse_args()
+    options = script.parse_args()
     stopped = "stopped; the same command goes on with the cases that are left"
-    return run("indexer_speed.py", lambda: speed(options), stopped)
+    return script.report(lambda: speed(options), show, draw, stopped)
 
 
-def speed(options: argparse.Namespace) -> None:
-    """Measure every case, and put out the table."""
+def speed(options: argparse.Namespace) -> dict:
+    """The figures of every case."""
     sizes = options.dtype, options.batch, options.heads, options.queries, options.keys
     sizes = map(dict.fromkeys, sizes)
     cases = [
@@ -194,7 +180,7 @@ def speed(options: argparse.Namespace) -> None:
         (chosen if short else left_out).append(case)
     rows = []
     chosen.sort(key=lambda case: case.operations)  # what takes long comes last
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         task = progress.add_task("measuring", total=len(chosen))
         for case in chosen:
             progress.update(task, description=str(case))
@@ -203,7 +189,7 @@ def speed(options: argparse.Namespace) -> None:
             rows.append(row)
             progress.advance(task)
     rows.sort(key=lambda row: [row[name] for name in ("dtype", *"BHLT")])
-    result = {
+    return {
         "index_topk": options.index_topk,
         "score_memory": options.score_memory,
         "blas": blas(),
@@ -212,11 +198,6 @@ def speed(options: argparse.Namespace) -> None:
         "left_out": [str(case) for case in left_out],
         "rows": rows,
     }
-    picture = options.out and options.out / "indexer_speed.png"
-    options.out = options.out and options.out / "indexer_speed.json"
-    put_out(result, options, show)
-    if picture and rows:
-        draw(result, picture)
 
 
 def blas() -> str:
@@ -261,12 +242,6 @@ def floor_seconds(case: Case, rates: dict[str, float]) -> float:
     return max(reading, case.operations / rates["flops"])
 
 
-def seconds(call: Callable[[], mx.array]) -> float:
-    start = perf_counter()
-    mx.eval(call())
-    return perf_counter() - start
-
-
 def measure(case: Case, options: argparse.Namespace) -> dict:
     """Times in milliseconds, memory in bytes, and recall of one case."""
     mx.clear_cache()
@@ -284,16 +259,16 @@ def measure(case: Case, options: argparse.Namespace) -> dict:
         for arm, policy in policies.items()
     }
     peaks = {arm: peak_bytes(call) for arm, call in calls.items()}
-    times = in_turns(calls, options.seconds)
+    times = in_seconds(calls, options.seconds)
     row: dict[str, Any] = {**asdict(case), "upstream_needs_bytes": case.upstream_bytes}
-    row["rounds"] = len(times["ours"])
+    row["rounds"] = len(times)
     for arm in policies:
-        row[f"{arm}_ms"] = 1e3 * statistics.median(times[arm])
+        row[f"{arm}_ms"] = 1e3 * median(times, arm)
         row[f"{arm}_peak_bytes"] = peaks[arm]
     if "upstream" in calls:
-        row["ratio"] = ratio(times["upstream"], times["ours"])
+        row["ratio"] = ratio(times, "upstream", "ours")
     del inputs, calls
-    fitting = round(options.seconds / statistics.median(times["ours"]))
+    fitting = round(options.seconds / median(times, "ours"))
     row |= guarantee(case, policies, options, max(1, min(options.draws, fitting)))
     row |= recalls(case, policies, options)
     if case.B == 1 and "upstream" in policies:
@@ -316,9 +291,9 @@ def guarantee(
             arm: step(inputs, policies[arm.split()[0]], options.index_topk)
             for arm in totals
         }
-        times = in_turns(calls, 2 * options.seconds / draws)
+        times = in_seconds(calls, 2 * options.seconds / draws)
         for arm in totals:
-            totals[arm] += statistics.median(times[arm])
+            totals[arm] += median(times, arm)
     free, ours, free_again, ours_again = totals.values()
     return {
         "guarantee": (ours + ours_again) / (free + free_again),
@@ -355,27 +330,6 @@ def arguments(H: int, hidden: int, rank: int, index_topk: int) -> ModelArgs:
         index_topk=index_topk,
         qk_rope_head_dim=ROPE,
     )
-
-
-def in_turns(
-    calls: dict[str, Callable[[], mx.array]], budget: float
-) -> dict[str, list[float]]:
-    """Seconds of each call in each round, in an order of its own."""
-    times = {arm: [seconds(call)] for arm, call in calls.items()}
-    rounds = min(MOST, round(budget / sum(first for (first,) in times.values())))
-    if rounds >= FEWEST:  # else there is no time to warm up
-        times = {arm: [] for arm in calls}
-    order, rng = list(calls), random.Random(0)
-    for _ in range(max(rounds, 1)):
-        rng.shuffle(order)  # who goes before whom makes a difference
-        for arm in order:
-            times[arm].append(seconds(calls[arm]))
-    return times
-
-
-def ratio(over: list[float], under: list[float]) -> float:
-    """The median round's."""
-    return statistics.median(a / b for a, b in zip(over, under))
 
 
 def peak_bytes(call: Callable[[], mx.array]) -> int:
@@ -448,9 +402,9 @@ def whole(case: Case, options: argparse.Namespace) -> dict[str, float]:
     mlx_sinks.apply(indexer, SinkPolicy())
     arms = {"upstream": None, "ours": SinkPolicy(score_memory=options.score_memory)}
     calls = {arm: lambda policy=policy: call(policy) for arm, policy in arms.items()}
-    times = in_turns(calls, options.seconds)
-    figures = {f"whole_{arm}_ms": 1e3 * statistics.median(times[arm]) for arm in arms}
-    return {**figures, "whole_ratio": ratio(times["upstream"], times["ours"])}
+    times = in_seconds(calls, options.seconds)
+    figures = {f"whole_{arm}_ms": 1e3 * median(times, arm) for arm in arms}
+    return {**figures, "whole_ratio": ratio(times, "upstream", "ours")}
 
 
 COLUMNS = {
@@ -469,14 +423,13 @@ COLUMNS = {
 
 def show(result: dict, console: Console) -> None:
     for dtype, rates in result["hardware"].items():
-        view = Table(
-            title=f"Score, force, select: {dtype}, index_topk {result['index_topk']}; "
+        view = new_table(
+            f"Score, force, select: {dtype}, index_topk {result['index_topk']}; "
             "times in ms, pairs are upstream / ours",
+            *(*"BHLT", *COLUMNS),
             caption=f"BLAS {result['blas']}: {rates['flops'] / 1e9:.0f} GFLOP/s, "
             f"{rates['bandwidth'] / 1e9:.0f} GB/s",
         )
-        for heading in (*"BHLT", *COLUMNS):
-            view.add_column(heading, justify="right")
         for row in result["rows"]:
             if row["dtype"] == dtype:
                 sizes = [f"{row[name]:,}" for name in "BHLT"]
@@ -500,14 +453,14 @@ def cells_of(row: dict, forms: tuple[str, ...]) -> Iterator[str]:
             yield form.format(**figures)
 
 
-def draw(result: dict, path: Path) -> None:
+def draw(result: dict, figure: Any) -> None:
     """Time over keys, log-log: a panel for each number of queries of one sequence."""
-    rows = [row for row in result["rows"] if row["B"] == result["rows"][0]["B"]]
-    rows = [row for row in rows if row["dtype"] == rows[0]["dtype"]]
-    panels = sorted({row["L"] for row in rows})
-    figure = new_figure("indexer_speed.py", figsize=(4 * len(panels), 4.5))
-    if figure is None:
+    if not (rows := result["rows"]):
         return
+    B, dtype = rows[0]["B"], rows[0]["dtype"]
+    rows = [row for row in rows if (row["B"], row["dtype"]) == (B, dtype)]
+    panels = sorted({row["L"] for row in rows})
+    figure.set_size_inches(4 * len(panels), 4.5)
     for axes, L in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
         for H, style in zip(sorted({row["H"] for row in rows}), ("-", "--", ":", "-.")):
             for color, arm in enumerate(("upstream", "ours", "floor")):
@@ -525,7 +478,6 @@ def draw(result: dict, path: Path) -> None:
         axes.set_title(f"{L:,} queries")
     figure.axes[0].set_ylabel(f"milliseconds, {rows[0]['dtype']}")
     figure.axes[-1].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

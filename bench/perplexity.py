@@ -12,62 +12,46 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import (
-    HelpFormatter,
-    add_output,
-    add_policy,
-    count,
-    environment,
-    put_out,
-    run,
+from tools.arguments import add_model, add_policy, count
+from tools.arms import ARMS, arms, indexers, load
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, environment, new_bar, new_table
+from tools.script import Script
+from tools.texts import (
+    perplexity,
+    perplexity_past,
+    probed,
     sha256,
     token_ids,
+    token_losses,
 )
-from arms import ARMS, arms, indexers, load
-from blas import restart_with_fast_blas
-from generation import batch_losses
-from mlx_sinks.probing.report import by_layer, skill
 
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or hub id")
-    parser.add_argument("--text", type=Path, help="default: Python's own manual")
-    parser.add_argument(
-        "--tokens",
-        type=count,
-        help="how many to read; default: the whole file, or twice index_topk",
-    )
-    parser.add_argument("--block", type=count, default=256, help="tokens of a block")
-    parser.add_argument("--chunk", type=count, default=128, help="tokens of a step")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="as upstream's"
-    )
-    parser.add_argument(
-        "--worst",
-        type=count,
-        help="tokens to name on which stock loses most against dense",
-    )
-    parser.add_argument("--probe", action="store_true", help="what stock selects, too")
-    add_policy(parser)
-    add_output(parser)
-    options = parser.parse_args()
-    return run("perplexity.py", lambda: put_out(measure(options), options, show))
+    script = Script(__doc__)
+    add_model(script)
+    add = script.add_argument
+    add("--text", type=Path, help="default: Python's own manual")
+    tokens = "how many to read; default: the whole file, or twice index_topk"
+    add("--tokens", type=count, help=tokens)
+    add("--block", type=count, default=256, help="tokens of a block")
+    add("--chunk", type=count, default=128, help="tokens of a step")
+    worst = "tokens to name on which stock loses most against dense"
+    add("--worst", type=count, help=worst)
+    add("--probe", action="store_true", help="what stock selects, too")
+    add_policy(script)
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -84,10 +68,9 @@ def measure(options: argparse.Namespace) -> dict:
         raise ValueError(f"{tokens} tokens don't go past index_topk {index_topk}")
     ids = ids[:tokens]
     losses, seen = {}, {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         for arm, context in arms(model, policy).items():
-            task = progress.add_task(arm)
-            step = functools.partial(progress.advance, task)
+            step = new_bar(progress, arm)
             read = functools.partial(token_losses, model, ids, options.chunk, step)
             with context():
                 if arm == "stock" and options.probe:
@@ -108,45 +91,12 @@ def measure(options: argparse.Namespace) -> dict:
     }
 
 
-def token_losses(
-    model: nn.Module,
-    ids: list[int],
-    chunk: int = 128,
-    step: Callable[[float], object] = lambda percent: None,
-) -> np.ndarray:
-    """Negative log-likelihood in nats of each token after the first, shape (T - 1,)."""
-    return batch_losses(model, [ids], chunk, step)[0]
-
-
-def probed(
-    model: nn.Module, policy: mlx_sinks.SinkPolicy, read: Callable[[], np.ndarray]
-) -> tuple[np.ndarray, dict]:
-    """What ``read`` returns, and what the selections it makes keep and cover."""
-    with mlx_sinks.probe(model, policy) as recording:
-        losses = read()
-    if not recording.queries:
-        raise ValueError("no query was looked at: read more --tokens")
-    means = by_layer(recording)
-    names = ("sinks_kept", "recency_kept", "mass", "mass_guaranteed", "mass_best")
-    return losses, {
-        **{name: float(means[name].mean()) for name in names},
-        "skill": float(skill(means).mean()),
-        "skill_by_layer": skill(means).round(4).tolist(),
-        "mass_by_layer": means["mass"].round(4).tolist(),
-    }
-
-
-def perplexity_past(losses: np.ndarray, index_topk: int) -> float:
-    """Of the tokens that are predicted from a column >= ``index_topk``."""
-    return math.exp(losses[index_topk:].mean())
-
-
 def summary(losses: dict[str, np.ndarray], index_topk: int, block: int) -> dict:
     """Perplexities of each block and past ``index_topk``, and who won how many."""
     blocks = []
     for start in range(0, len(losses["dense"]), block):
         part = {arm: losses[arm][start : start + block] for arm in ARMS}
-        row = {arm: math.exp(part[arm].mean()) for arm in ARMS}
+        row = {arm: perplexity(part[arm]) for arm in ARMS}
         past = start + len(part["dense"]) > index_topk
         better = None  # where they are equal, or no number
         if past and row["sinks"] < row["stock"]:
@@ -187,13 +137,12 @@ def worst(
 
 
 def show(result: dict, console: Console) -> None:
-    view = Table(
-        title=f"Perplexity of {result['tokens']} tokens of {escape(result['text'])}",
+    view = new_table(
+        f"Perplexity of {result['tokens']} tokens of {escape(result['text'])}",
+        *("from", *ARMS, "won by"),
         caption=f"{result['predicted']} tokens past index_topk {result['index_topk']}; "
         f"sinks: with {result['policy']}. SHA-256 of ids: {result['sha256'][:16]}…",
     )
-    for heading in ("from", *ARMS, "won by"):
-        view.add_column(heading, justify="right")
     for row in result["blocks"]:
         cells = [f"{row[arm]:.2f}" for arm in ARMS]
         view.add_row(str(row["start"]), *cells, row["won_by"] or "")
@@ -204,9 +153,8 @@ def show(result: dict, console: Console) -> None:
     view.add_row("past", *cells, wins)
     console.print(view)
     if result["worst"]:
-        view = Table(title="Where stock loses most against dense, in nats")
-        for heading in ("position", "after", "token", *ARMS, "of the loss"):
-            view.add_column(heading, justify="right")
+        headings = ("position", "after", "token", *ARMS, "of the loss")
+        view = new_table("Where stock loses most against dense, in nats", *headings)
         for row in result["worst"]:
             words = [repr(row[name])[1:-1] for name in ("after", "token")]
             nats = [f"{row[arm]:.2f}" for arm in ARMS]

@@ -17,54 +17,29 @@ from itertools import product
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import (
-    HelpFormatter,
-    add_output,
-    finished,
-    folder,
-    put_out,
-    run,
-)
-from arms import dense, indexers
-from blas import restart_with_fast_blas
-from failure_zoo import add_zoo, cases, read_text
-from perplexity import perplexity_past, token_losses
 from smollm2 import zoo
+from tools.arms import dense, indexers
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, new_table
+from tools.parts import finished
+from tools.script import Script
+from tools.texts import perplexity_past, token_losses
 
 KINDS = ("random", "RoPE flipped", "trained", "shared by four")
 
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="folder written by build.py")
-    add_zoo(parser, KINDS)
-    add(
-        "--sinks",
-        type=int,
-        nargs="+",
-        default=[0, 1, 2, 4, 8],
-        help="default: 0 1 2 4 8",
-    )
-    add(
-        "--recency",
-        type=int,
-        nargs="+",
-        default=[0, 16, 64, 128, 256],
-        help="default: 0 16 64 128 256",
-    )
-    add("--parts", type=folder, default="build/sweep", help="folder of finished parts")
-    add_output(parser)
-    options = parser.parse_args()
+    script = Script(__doc__)
+    zoo.add_zoo(script, KINDS, "build/sweep")
+    for name, grid in (("sinks", [0, 1, 2, 4, 8]), ("recency", [0, 16, 64, 128, 256])):
+        said = f"default: {' '.join(map(str, grid))}"
+        script.add_argument(f"--{name}", type=int, nargs="+", default=grid, help=said)
+    options = script.parse_args()
     stopped = "stopped; the same command goes on with the parts that are left"
-    return run(
-        "policy_sweep.py", lambda: put_out(measure(options), options, show), stopped
-    )
+    return script.report(lambda: measure(options), show, stopped=stopped)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -77,12 +52,13 @@ def measure(options: argparse.Namespace) -> dict:
     index_topk = indexers(model)[0].index_topk
     for policy in policies:
         policy.fit(index_topk)
-    ids, facts = read_text(options, tokenizer, index_topk)
+    reading = options.text, options.tokens, index_topk
+    ids, facts = zoo.read_text(options.model, tokenizer, *reading)
     with dense(model):
         control = perplexity_past(token_losses(model, ids), index_topk)
     rows = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        chosen = cases(options)
+    with bars() as progress:
+        chosen = zoo.cases(options.indexers, options.seeds, options.trained)
         task = progress.add_task("", total=len(chosen) * len(policies))
         for case in chosen:
             zoo.make(model, case)
@@ -125,10 +101,9 @@ def show(result: dict, console: Console) -> None:
         grids["the worst of these"] = worst
     for kind, cells in grids.items():
         recencies = sorted({recency for _, recency in cells})
-        view = Table(title=f"{kind}: perplexity over dense ({result['dense']:.2f})")
-        view.add_column("sinks", justify="right")
-        for recency in recencies:
-            view.add_column(f"recency {recency}", justify="right")
+        title = f"{kind}: perplexity over dense ({result['dense']:.2f})"
+        headings = (f"recency {recency}" for recency in recencies)
+        view = new_table(title, "sinks", *headings)
         for sinks in sorted({sinks for sinks, _ in cells}):
             values = [f"{cells[sinks, recency]:.3f}" for recency in recencies]
             view.add_row(str(sinks), *values)

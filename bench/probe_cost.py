@@ -12,32 +12,32 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import statistics
 import sys
 from collections.abc import Callable
-from time import perf_counter
+from functools import partial
 
 import mlx.core as mx
 from rich.console import Console
-from rich.table import Table
 
-from arguments import HelpFormatter, add_output, count, environment, put_out, run
 from mlx_sinks import SinkPolicy
-from mlx_sinks.sparse import selection
+from mlx_sinks.sparse import selection  # what is measured is a line in there
+from tools.arguments import count
+from tools.output import environment, new_table
+from tools.rounds import in_turn, median, ratio, seconds
+from tools.script import Script
 
 INDEX_TOPK = 2048
 HOOK = r"    if \(listener := .*\n        .*_heard\(.*\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add = script.add_argument
     add("--columns", type=count, nargs="+", default=[4096, 32768], help="T")
     add("--rounds", type=count, default=100, help="of each length")
     add("--calls", type=count, default=20, help="of each way in a round")
-    add_output(parser)
-    options = parser.parse_args()
-    return run("probe_cost.py", lambda: put_out(measure(options), options, show))
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -46,19 +46,17 @@ def measure(options: argparse.Namespace) -> dict:
     for columns in options.columns:
         scores = mx.random.normal((1, 1, 1, columns), key=mx.random.key(0))
         ways = {"hook": selection.select_columns, "none": without_hook()}
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for select in ways.values():
-            timed(select, scores, options.calls)  # to warm up
-        for _ in range(options.rounds):
-            for name, select in ways.items():
-                times[name].append(timed(select, scores, options.calls))
-        ratios = [with_it / without for with_it, without in zip(*times.values())]
+        arms = {}
+        for way, select in ways.items():
+            call = partial(select, scores, INDEX_TOPK, SinkPolicy())
+            arms[way] = partial(seconds, call, options.calls)
+        times = in_turn(arms, options.rounds)
         rows.append(
             {
                 "columns": columns,
-                "with_hook_us": statistics.median(times["hook"]),
-                "without_us": statistics.median(times["none"]),
-                "ratio": statistics.median(ratios),
+                "with_hook_us": 1e6 * median(times, "hook"),
+                "without_us": 1e6 * median(times, "none"),
+                "ratio": ratio(times, "hook", "none"),
             }
         )
     return {"index_topk": INDEX_TOPK, "rows": rows, **environment()}
@@ -74,19 +72,10 @@ def without_hook() -> Callable[..., mx.array]:
     return names["select_columns"]
 
 
-def timed(select: Callable[..., mx.array], scores: mx.array, calls: int) -> float:
-    start = perf_counter()
-    for _ in range(calls):
-        mx.eval(select(scores, INDEX_TOPK, SinkPolicy()))
-    return 1e6 * (perf_counter() - start) / calls
-
-
 def show(result: dict, console: Console) -> None:
-    view = Table(
-        title=f"One selection of {result['index_topk']} columns, nobody listens"
-    )
-    for heading in ("columns", "with the hook (µs)", "without (µs)", "ratio"):
-        view.add_column(heading, justify="right")
+    title = f"One selection of {result['index_topk']} columns, nobody listens"
+    headings = ("columns", "with the hook (µs)", "without (µs)", "ratio")
+    view = new_table(title, *headings)
     for row in result["rows"]:
         times = [f"{row[name]:.1f}" for name in ("with_hook_us", "without_us")]
         view.add_row(str(row["columns"]), *times, f"{row['ratio']:.4f}")

@@ -19,36 +19,27 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import (
-    HelpFormatter,
+from mlx_sinks.measuring.repetition import repetition
+from tools.arguments import (
+    add_model,
     add_policy,
     count,
-    environment,
-    finished,
-    folder,
-    model_files,
-    new_figure,
     positive,
-    put_out,
-    run,
     seed,
-    sha256,
 )
-from arms import ARMS, arms, dense, indexers, load
-from blas import restart_with_fast_blas
-from generation import generate, text_losses
-from mlx_sinks.measuring.repetition import repetition
+from tools.arms import ARMS, arms, dense, indexers, load
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, environment, new_table
+from tools.parts import finished, model_files
+from tools.script import Script
+from tools.texts import generate, perplexity, sha256, text_losses
 
 PROMPT = "Tell me the history of a small harbour town, from its beginnings until today."
 MEASURES = {
@@ -62,32 +53,26 @@ MEASURES = {
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="folder or hub id")
+    script = Script(__doc__, ", .png and the parts")
+    add_model(script)
+    add = script.add_argument
     add("--prompt", default=PROMPT, help="what to ask")
     add("--tokens", type=count, default=3200, help="of each text, its prompt included")
-    add(
-        "--past",
-        type=positive,
-        help="instead of --tokens: times the model's index_topk",
-    )
+    past = "instead of --tokens: times the model's index_topk"
+    add("--past", type=positive, help=past)
     add("--block", type=count, default=250, help="tokens of a block")
     add("--seeds", type=count, default=3, help="sampled texts of an arm")
     add("--seed", type=seed, default=0, help="of the sampling")
     add("--temp", type=positive, default=0.8, help="of the sampled texts")
     add("--top-p", type=positive, default=0.95, help="of the sampled texts")
-    add("--trust-remote-code", action="store_true", help="as upstream's")
-    add_policy(parser)
-    add("--json", action="store_true", help="print JSON, no table")
-    add("--out", type=folder, help="folder for profile.json, profile.png and the parts")
-    options = parser.parse_args()
+    add_policy(script)
+    options = script.parse_args()
     stopped = "stopped" if not options.out else "stopped; the same command goes on"
-    return run("repetition_profile.py", lambda: profile(options), stopped)
+    return script.report(lambda: profile(options), show, draw, stopped)
 
 
-def profile(options: argparse.Namespace) -> None:
-    """Generate with every arm, and put out what the texts are like."""
+def profile(options: argparse.Namespace) -> dict:
+    """What the texts are like that every arm generates."""
     policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
     model, tokenizer = load(options.model, options.trust_remote_code)
     index_topk = indexers(model)[0].index_topk
@@ -119,7 +104,7 @@ def profile(options: argparse.Namespace) -> None:
     sampled = {"texts": options.seeds, "temp": options.temp, "top_p": options.top_p}
     ways = {"greedy": {"texts": 1}, "sampled": {**sampled, "seed": options.seed}}
     profiles: dict[str, dict[str, Any]] = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         for way, given in ways.items():
             profiles[way] = {"options": given, "arms": {}}
             for arm, context in arms(model, policy).items():
@@ -142,12 +127,7 @@ def profile(options: argparse.Namespace) -> None:
                 known = {**facts, **given, "arm": arm}
                 profiles[way]["arms"][arm] = finished(path, known, part)
                 progress.update(task, completed=length)
-    result = {**facts, "profiles": profiles}
-    picture = options.out and options.out / "profile.png"
-    options.out = options.out and options.out / "profile.json"
-    put_out(result, options, show)
-    if picture:
-        draw(result, picture)
+    return {**facts, "profiles": profiles}
 
 
 def measures(texts: list[list[int]], losses: np.ndarray, block: int) -> list[dict]:
@@ -166,7 +146,7 @@ def measures(texts: list[list[int]], losses: np.ndarray, block: int) -> list[dic
             row[name] = float(np.mean(each))
             if len(each) > 1:
                 row[f"{name}_error"] = float(np.std(each, ddof=1) / len(each) ** 0.5)
-        row["surprise"] = math.exp(losses[:, start:stop].mean())
+        row["surprise"] = perplexity(losses[:, start:stop])
         rows.append(row)
     return rows
 
@@ -174,13 +154,12 @@ def measures(texts: list[list[int]], losses: np.ndarray, block: int) -> list[dic
 def show(result: dict, console: Console) -> None:
     for way, profiled in result["profiles"].items():
         given = ", ".join(f"{k} {v}" for k, v in profiled["options"].items())
-        view = Table(
-            title=f"{way}: {given}",
+        view = new_table(
+            f"{way}: {given}",
+            *("measure", "total tokens", *ARMS),
             caption=f"index_topk {result['index_topk']}; sinks: with "
             f"{result['policy']}; ± is the standard error over texts.",
         )
-        for heading in ("measure", "total tokens", *ARMS):
-            view.add_column(heading, justify="left" if "m" in heading[:1] else "right")
         for name, heading in MEASURES.items():
             rows = zip(*(profiled["arms"][arm]["blocks"] for arm in ARMS))
             for number, row in enumerate(rows):
@@ -204,11 +183,9 @@ def _cell(name: str, block: dict) -> str:
     return f"{written} ± {100 * error if percent else error:.1f}"
 
 
-def draw(result: dict, path: Path) -> None:
+def draw(result: dict, figure: Any) -> None:
     """Repeats and surprise against total tokens, one line per arm."""
-    figure = new_figure("repetition_profile.py", figsize=(11, 7))
-    if figure is None:
-        return
+    figure.set_size_inches(11, 7)
     title = f"{result['model']}, sinks: {result['policy']}"
     figure.suptitle(title, parse_math=False)
     grid = figure.subplots(2, 2, sharex=True, squeeze=False)
@@ -236,7 +213,6 @@ def draw(result: dict, path: Path) -> None:
         grid[1, column].yaxis.set_minor_formatter("{x:.1f}")
         grid[1, column].set_xlabel("total tokens; dotted: index_topk")
     grid[0, 0].legend()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -18,33 +18,22 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import cache as upstream
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import (
-    HelpFormatter,
-    add_output,
-    add_reading,
-    count,
-    environment,
-    put_out,
-    run,
-    tokens_to_read,
-)
-from arms import load_any, rotating_cache
-from blas import restart_with_fast_blas
-from generation import batch_losses
+from tools.arguments import add_model, add_reading, count
+from tools.arms import load_any, rotating_cache
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, environment, new_bar, new_table
+from tools.script import Script
+from tools.texts import batch_losses, perplexity_past, tokens_to_read
 
 ARMS = ("full", "stock", "rotating", "sink cache")
 # The texts of a batch: where they begin and end in what is read.
@@ -53,17 +42,15 @@ BATCH = ((0, 1), (1 / 16, 1), (1 / 8, 0.98), (3 / 16, 0.9))
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="folder or hub id")
-    add_reading(parser, tokens=2400, window=512)
+    script = Script(__doc__)
+    add_model(script)
+    add_reading(script, tokens=2400, window=512)
+    add = script.add_argument
     add("--chunks", type=count, nargs="+", default=[64, 512, 2048], help="of a step")
     batches = range(len(BATCH) + 1)
     add("--batch", type=int, choices=batches, default=4, help="texts of the batch")
-    add("--trust-remote-code", action="store_true", help="as upstream's")
-    add_output(parser)
-    options = parser.parse_args()
-    return run("rotating_window.py", lambda: put_out(measure(options), options, show))
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -71,25 +58,23 @@ def measure(options: argparse.Namespace) -> dict:
     window, tokens = options.window, options.tokens
     model, tokenizer = load_any(options.model, options.trust_remote_code)
     caches = arms(model, window, options.sinks)
-    ids, source = tokens_to_read(tokenizer, options)
+    ids, source = tokens_to_read(tokenizer, options.text, tokens, options.skip)
     texts = [ids[int(a * tokens) : int(b * tokens)] for a, b in BATCH[: options.batch]]
     if min(map(len, [ids, *texts])) <= window + 1:
         raise ValueError(f"{tokens} tokens don't go past window {window} in each text")
     alone: list[dict[str, Any]] = []
     together: list[dict[str, Any]] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         for chunk in options.chunks:
             row: dict[str, Any] = {"chunk": chunk}
             for arm in ARMS:
-                task = progress.add_task(f"{arm}, steps of {chunk}", total=100)
-                step = functools.partial(progress.advance, task)
+                step = new_bar(progress, f"{arm}, steps of {chunk}")
                 losses = batch_losses(model, [ids], chunk, step, caches[arm]())
                 row[arm] = perplexity_past(losses[0], window)
             alone.append(row)
         rows = {}
         for arm in ARMS if texts else ():
-            task = progress.add_task(f"{arm}, batch", total=100)
-            step = functools.partial(progress.advance, task)
+            step = new_bar(progress, f"{arm}, batch")
             rows[arm] = ragged_losses(
                 model, texts, options.chunks[0], caches[arm], step
             )
@@ -154,22 +139,9 @@ def ragged_losses(
     padding = [longest - length for length in lengths]
     for layer in cache:
         layer.prepare(lengths=lengths, right_padding=padding)
-    padded = mx.array([text + [0] * pad for text, pad in zip(texts, padding)])
-    losses = []
-    for start in range(0, longest, chunk):
-        stop = min(start + chunk, longest)
-        logits = model(padded[:, start:stop], cache=cache).astype(mx.float32)
-        loss = nn.losses.cross_entropy(logits, padded[:, start + 1 : stop + 1])
-        losses.append(np.array(loss))
-        mx.eval([layer.state for layer in cache])
-        step(100 * (stop - start) / longest)
-    every = np.concatenate(losses, axis=1)
-    return [row[:length] for row, length in zip(every, lengths)]
-
-
-def perplexity_past(losses: np.ndarray, window: int) -> float:
-    """Of the tokens that are predicted where something is evicted already."""
-    return math.exp(losses[window:].mean())
+    padded = [text + [0] * pad for text, pad in zip(texts, padding)]
+    losses = batch_losses(model, padded, chunk, step, cache)
+    return [row[:length] for row, length in zip(losses, lengths)]
 
 
 def show(result: dict, console: Console) -> None:
@@ -179,13 +151,12 @@ def show(result: dict, console: Console) -> None:
     ):
         if not result[key]:
             continue
-        view = Table(
-            title=title,
+        view = new_table(
+            title,
+            *(heading, *ARMS, *(f"{arm} / full" for arm in ARMS[1:])),
             caption=f"window {result['window']}, {result['sinks']} sinks, "
             f"{result['text']}",
         )
-        for name in (heading, *ARMS, *(f"{arm} / full" for arm in ARMS[1:])):
-            view.add_column(name, justify="right")
         for row in result[key]:
             ratios = [f"{row[arm] / row['full']:.3f}" for arm in ARMS[1:]]
             figures = [f"{row[arm]:.2f}" for arm in ARMS]

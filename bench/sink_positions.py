@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -30,24 +28,15 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import (
-    HelpFormatter,
-    add_reading,
-    count,
-    environment,
-    folder,
-    model_files,
-    new_figure,
-    put_out,
-    run,
-    tokens_to_read,
-)
-from arms import load_any
-from blas import restart_with_fast_blas
+from tools.arguments import add_model, add_reading, count
+from tools.arms import load_any
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, environment, new_bar, new_table
+from tools.parts import model_files
+from tools.script import Script
+from tools.texts import perplexity, tokens_to_read
 
 ARMS = ("dense", "absolute", "local", "mismatched")
 
@@ -71,26 +60,23 @@ class MismatchedCache(mlx_sinks.SinkCache):
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="folder or hub id")
-    add_reading(parser, tokens=2600, window=260)
+    script = Script(__doc__, " and .png")
+    add_model(script)
+    add_reading(script, tokens=2600, window=260)
+    add = script.add_argument
     add("--block", type=count, default=256, help="tokens of a block")
     add("--chunk", type=count, default=1, help="tokens of a step past the window")
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="all of them")
-    add("--trust-remote-code", action="store_true", help="as upstream's")
-    add("--json", action="store_true", help="print JSON, no table")
-    add("--out", type=folder, help="folder for positions.json and positions.png")
-    options = parser.parse_args()
-    return run("sink_positions.py", lambda: positions(options))
+    options = script.parse_args()
+    return script.report(lambda: positions(options), show, draw)
 
 
-def positions(options: argparse.Namespace) -> None:
-    """Read the text with every arm, and put out how well each predicts it."""
+def positions(options: argparse.Namespace) -> dict:
+    """How well each arm predicts the text."""
     window, tokens = options.window, options.tokens
     model, tokenizer = load_any(options.model, options.trust_remote_code)
     caches = {arm: make(model, window, options.sinks, arm) for arm in options.arms}
-    ids, source = tokens_to_read(tokenizer, options)
+    ids, source = tokens_to_read(tokenizer, options.text, tokens, options.skip)
     if tokens <= window + 1:
         raise ValueError(f"{tokens} tokens don't go past window {window}")
     losses, hashes, seconds = read(model, ids, caches, window, options.chunk)
@@ -100,7 +86,7 @@ def positions(options: argparse.Namespace) -> None:
         part = {arm: losses[arm][start - window : stop - window] for arm in caches}
         figures = {arm: perplexity(part[arm]) for arm in caches}
         blocks.append({"start": start, "stop": stop, **figures})
-    result = {
+    return {
         "model": options.model,
         "files": model_files(options.model),
         **source,
@@ -121,11 +107,6 @@ def positions(options: argparse.Namespace) -> None:
         },
         "blocks": blocks,
     }
-    picture = options.out and options.out / "positions.png"
-    options.out = options.out and options.out / "positions.json"
-    put_out(result, options, show)
-    if picture:
-        draw(result, picture)
 
 
 def make(model: nn.Module, window: int, sinks: int, arm: str) -> list[Any]:
@@ -150,13 +131,13 @@ def read(
     losses: dict[str, list] = {arm: [] for arm in caches}
     seconds = dict.fromkeys(caches, 0.0)
     hashes = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("reading", total=len(ids) - 1)
+    with bars() as progress:
+        step = new_bar(progress, "reading", len(ids) - 1)
         for arm, cache in caches.items():
             logits = model(tokens[:, :window], cache=cache)
             written = np.array(logits.astype(mx.float32)).tobytes()
             hashes[arm] = hashlib.sha256(written).hexdigest()
-        progress.advance(task, window)
+        step(window)
         for start in range(window, len(ids) - 1, chunk):
             stop = min(start + chunk, len(ids) - 1)
             for arm, cache in caches.items():
@@ -167,7 +148,7 @@ def read(
                 mx.eval(loss, [layer.state for layer in cache])
                 seconds[arm] += time.perf_counter() - begun
                 losses[arm].append(np.array(loss)[0])
-            progress.advance(task, stop - start)
+            step(stop - start)
     return (
         {arm: np.concatenate(parts) for arm, parts in losses.items()},
         hashes,
@@ -175,19 +156,14 @@ def read(
     )
 
 
-def perplexity(losses: np.ndarray) -> float:
-    return math.exp(losses.mean())
-
-
 def show(result: dict, console: Console) -> None:
     arms = list(result["perplexity"])
-    view = Table(
-        title="Perplexity after the window fills",
+    view = new_table(
+        "Perplexity after the window fills",
+        *("tokens", *arms),
         caption=f"window {result['window']}, {result['sinks']} sinks, "
         f"{result['chunk']} tokens a step, {result['text']}",
     )
-    for heading in ("tokens", *arms):
-        view.add_column(heading, justify="right")
     for block in result["blocks"]:
         figures = [f"{block[arm]:.2f}" for arm in arms]
         view.add_row(f"{block['start']}-{block['stop']}", *figures)
@@ -209,11 +185,9 @@ def show(result: dict, console: Console) -> None:
     )
 
 
-def draw(result: dict, path: Path) -> None:
+def draw(result: dict, figure: Any) -> None:
     """Perplexity of each block, one line per arm."""
-    figure = new_figure("sink_positions.py", figsize=(9, 5))
-    if figure is None:
-        return
+    figure.set_size_inches(9, 5)
     axes = figure.subplots()
     middle = [(block["start"] + block["stop"]) / 2 for block in result["blocks"]]
     for arm in result["perplexity"]:
@@ -227,7 +201,6 @@ def draw(result: dict, path: Path) -> None:
         parse_math=False,
     )
     axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

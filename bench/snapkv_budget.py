@@ -21,11 +21,10 @@ import argparse
 import copy
 import math
 import random
-import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -33,24 +32,15 @@ import mlx.nn as nn
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import mlx_sinks
-from arguments import (
-    HelpFormatter,
-    count,
-    environment,
-    folder,
-    new_figure,
-    put_out,
-    run,
-    seed,
-    sha256,
-    token_ids,
-    whole,
-)
-from arms import load_any
-from blas import restart_with_fast_blas
+from tools.arguments import add_model, count, seed, whole
+from tools.arms import load_any
+from tools.blas import restart_with_fast_blas
+from tools.output import bars, environment, new_bar, new_table
+from tools.rounds import in_turn, median, ratio, seconds
+from tools.script import Script
+from tools.texts import batch_losses, sha256, token_ids
 
 SINKS = mlx_sinks.SnapKV(budget=1).sink_tokens
 ARMS = ("guarantee", "old cap", "no sinks")
@@ -62,9 +52,9 @@ QUESTION = "\n\nWhat is the pass key? The pass key is"
 
 def main() -> int:
     restart_with_fast_blas()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="folder or hub id")
+    script = Script(__doc__, " and .png")
+    add_model(script)
+    add = script.add_argument
     add("--text", type=Path, help="default: Python's own manual")
     add("--skip", type=whole, default=0, help="tokens of the text to leave out first")
     add("--prompts", type=count, nargs="+", default=[1024, 4096], help="tokens of each")
@@ -74,28 +64,11 @@ def main() -> int:
     add("--keys", type=whole, default=3, help="passkeys at each depth")
     add("--rounds", type=whole, default=7, help="of decode speed")
     add("--steps", type=count, default=16, help="tokens decoded in a round")
-    add(
-        "--chunks",
-        type=count,
-        nargs="*",
-        default=[1, 64, 512, 2048],
-        help="tokens of a step, to be compared",
-    )
+    chunks, said = [1, 64, 512, 2048], "tokens of a step, to be compared"
+    add("--chunks", type=count, nargs="*", default=chunks, help=said)
     add("--seed", type=seed, default=0, help="of the passkeys")
-    add("--trust-remote-code", action="store_true", help="as upstream's")
-    add("--json", action="store_true", help="print JSON, no table")
-    add("--out", type=folder, help="folder for snapkv.json and snapkv.png")
-    options = parser.parse_args()
-    return run("snapkv_budget.py", lambda: work(options))
-
-
-def work(options: argparse.Namespace) -> None:
-    result = measure(options)
-    picture = options.out and options.out / "snapkv.png"
-    options.out = options.out and options.out / "snapkv.json"
-    put_out(result, options, show)
-    if picture:
-        draw(result, picture)
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show, draw)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -118,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict:
         for n in range(options.stretches)
     ]
     prompts = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         for tokens in options.prompts:
             bench = Bench(model, tokenizer, tokens, budgets, options, progress)
             stretches = [ids[start:][: tokens + options.tokens] for start in starts]
@@ -249,7 +222,8 @@ class Bench:
             for arm, budget, compacted in self.arms(caches):
                 kept = [still_held(*pair) for pair in zip(first, compacted)]
                 sinks.setdefault((arm, budget), []).append(np.mean(kept))
-                loss = self.losses(stretch[self.tokens - 1 :], compacted)
+                rest = stretch[self.tokens - 1 :]
+                loss = batch_losses(self.model, [rest], len(rest), cache=compacted)
                 losses.setdefault((arm, budget), []).append(loss.mean())
         full = losses.get(("full", None), [])
         return [
@@ -263,12 +237,6 @@ class Bench:
             }
             for (arm, budget), means in losses.items()
         ]
-
-    def losses(self, ids: list[int], caches: list[Any]) -> np.ndarray:
-        """Negative log-likelihood in nats of each token after the first."""
-        tokens = mx.array([ids])
-        logits = self.model(tokens[:, :-1], cache=caches).astype(mx.float32)
-        return np.array(nn.losses.cross_entropy(logits, tokens[:, 1:])[0])
 
     def passkeys(self, filler: list[int]) -> list[dict]:
         """For each arm, depth by depth: the share of keys whose digits all come out."""
@@ -304,42 +272,36 @@ class Bench:
     def held(self, prompt: list[int]) -> list[dict]:
         """Bytes after the prompt, and the speed of decoding from there."""
         whole = self.read(prompt, "decode")
-        arms = {
+        held = {
             budget: compacted
             for arm, budget, compacted in self.arms(whole)
             if arm in ("full", "guarantee")
         }
         bytes_held = {
             budget: sum(sum(array.nbytes for array in c.rows()) for c in caches)
-            for budget, caches in arms.items()
+            for budget, caches in held.items()
         }
-        speeds = {budget: [] for budget in arms}
         token, steps = mx.array([[prompt[-1]]]), self.options.steps
-        task = self.progress.add_task("decode", total=self.options.rounds * len(arms))
-        for number in range(-1, self.options.rounds):
-            order = list(arms)
-            random.Random(number).shuffle(order)
-            for budget in order:
-                start = perf_counter()
-                for _ in range(steps):
-                    mx.eval(self.model(token, cache=arms[budget]))
-                seconds = perf_counter() - start
-                for cache in arms[budget]:
-                    cache.trim(steps)
-                if number >= 0:  # the first round compiles and allocates
-                    speeds[budget].append(steps / seconds)
-                    self.progress.advance(task)
+
+        def decode(caches):
+            taken = seconds(lambda: self.model(token, cache=caches), steps)
+            for cache in caches:
+                cache.trim(steps)
+            return 1 / taken
+
+        rounds = self.options.rounds
+        step = new_bar(self.progress, "decode", (1 + rounds) * len(held))
+        arms = {budget: partial(decode, caches) for budget, caches in held.items()}
+        speeds = in_turn(arms, rounds, step)
         return [
             {
                 "budget": budget,
                 "bytes": bytes_held[budget],
                 "times_full_bytes": bytes_held[budget] / bytes_held[None],
-                "tokens_per_second": statistics.median(speeds[budget]),
-                "times_full_speed": statistics.median(
-                    [a / b for a, b in zip(speeds[budget], speeds[None])]
-                ),
+                "tokens_per_second": median(speeds, budget),
+                "times_full_speed": ratio(speeds, budget, None),
             }
-            for budget in arms
+            for budget in held
         ]
 
 
@@ -354,13 +316,12 @@ def show(result: dict, console: Console) -> None:
     for prompt in result["prompts"]:
         show_prompt(result, prompt, console)
     if rows := result["chunks"]:
-        view = Table(
-            title=f"{rows[0]['tokens']:,} tokens in steps, compacted to "
+        view = new_table(
+            f"{rows[0]['tokens']:,} tokens in steps, compacted to "
             f"{rows[0]['budget']} rows",
+            *("step", "rows held", "same rows", "logits differ by"),
             caption=f"beside steps of {rows[0]['chunk']:,}",
         )
-        for heading in ("step", "rows held", "same rows", "logits differ by"):
-            view.add_column(heading, justify="right")
         for row in rows:
             view.add_row(
                 f"{row['chunk']:,}",
@@ -381,9 +342,9 @@ def show_prompt(result: dict, prompt: dict, console: Console) -> None:
     if prompt["perplexity"]:
         show_perplexity(result, prompt, by_budget("perplexity"), console)
     if prompt["passkeys"]:
-        view = Table(title="Passkeys said, by depth", caption="the mean of depths last")
-        for heading in ("budget", "arm", *(f"{depth:.0%}" for depth in DEPTHS), "mean"):
-            view.add_column(heading, justify="left" if heading == "arm" else "right")
+        headings = ("budget", "arm", *(f"{depth:.0%}" for depth in DEPTHS), "mean")
+        caption = "the mean of depths last"
+        view = new_table("Passkeys said, by depth", *headings, caption=caption)
         for budget, row in by_budget("passkeys").items():
             for arm, figures in row.items():
                 cells = [*figures["depths"], np.mean(figures["depths"])]
@@ -393,9 +354,8 @@ def show_prompt(result: dict, prompt: dict, console: Console) -> None:
         console.print(view)
     if not prompt["held"]:
         return
-    view = Table(title="Held after the prompt, and decoding from there")
-    for heading in ("budget", "MiB", "of full", "tokens/s", "times full"):
-        view.add_column(heading, justify="right")
+    headings = ("budget", "MiB", "of full", "tokens/s", "times full")
+    view = new_table("Held after the prompt, and decoding from there", *headings)
     for row in prompt["held"]:
         view.add_row(
             str(row["budget"] or "all"),
@@ -411,16 +371,13 @@ def show_perplexity(
     result: dict, prompt: dict, perplexity: dict, console: Console
 ) -> None:
     (full,) = perplexity.pop(None).values()
-    view = Table(
-        title=f"{prompt['tokens']:,} tokens: perplexity of the next "
+    view = new_table(
+        f"{prompt['tokens']:,} tokens: perplexity of the next "
         f"{result['predicted']}, times the full cache's {full['perplexity']:.2f}",
+        *("budget", *ARMS, f"sinks kept, of {SINKS}"),
         caption=f"{len(result['starts'])} stretches of {result['text']}, mean "
         "(lowest-highest)",
     )
-    view.add_column("budget", justify="right")
-    for arm in ARMS:
-        view.add_column(arm, justify="right")
-    view.add_column(f"sinks kept, of {SINKS}", justify="right")
     for budget, row in perplexity.items():
         cells = []
         for arm in ARMS:
@@ -432,12 +389,10 @@ def show_perplexity(
     console.print(view)
 
 
-def draw(result: dict, path: Path) -> None:
+def draw(result: dict, figure: Any) -> None:
     """Perplexity and passkeys over the budget, a column for each prompt's length."""
     prompts = result["prompts"]
-    figure = new_figure("snapkv_budget.py", figsize=(5 * len(prompts), 8))
-    if figure is None:
-        return
+    figure.set_size_inches(5 * len(prompts), 8)
     grid = figure.subplots(2, len(prompts), squeeze=False, sharex=True)
     for column, prompt in enumerate(prompts):
         above, below = grid[:, column]
@@ -458,7 +413,6 @@ def draw(result: dict, path: Path) -> None:
     grid[0, 0].set_ylabel("perplexity, times the full cache's")
     grid[1, 0].set_ylabel("passkeys said")
     figure.suptitle(result["model"], parse_math=False)
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,18 @@ heads of weighted positive products. The ways take turns, and all must select th
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 import mlx.core as mx
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from arguments import HelpFormatter, add_output, count, environment, put_out, run
+from tools.arguments import count
+from tools.output import bars, environment, new_bar, new_table
+from tools.rounds import median, turns
+from tools.script import Script
 
 HEADS = 32
 
@@ -65,16 +66,15 @@ WAYS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    script = Script(__doc__)
+    add = script.add_argument
     lengths = [2**13, 2**15, 2**17, 2**20]
     add("--columns", type=count, nargs="+", default=lengths, help="T")
     add("--rows", type=count, nargs="+", default=[1, 8], help="queries at once")
     add("--index-topk", type=count, default=2048, help="columns to select")
     add("--draws", type=count, default=5, help="of scores")
-    add_output(parser)
-    options = parser.parse_args()
-    return run("topk_speed.py", lambda: put_out(measure(options), options, show))
+    options = script.parse_args()
+    return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -82,22 +82,25 @@ def measure(options: argparse.Namespace) -> dict:
         raise ValueError(f"--columns have to go past --index-topk {options.index_topk}")
     sizes = [(rows, columns) for rows in options.rows for columns in options.columns]
     results = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=len(sizes) * options.draws)
+    with bars() as progress:
+        step = new_bar(progress, "measuring", len(sizes) * (1 + options.draws))
         for rows, columns in sizes:
-            times: dict[str, list[float]] = {way: [] for way in WAYS}
-            for draw in range(-1, options.draws):  # the first is to warm up
+            times = []
+            for draw in range(-1, options.draws):
                 scores = random_scores(rows, columns, abs(draw))
-                expected = None
-                for way, select in WAYS.items():
-                    seconds, found = timed(select, scores, options.index_topk)
-                    expected = found if expected is None else expected
-                    if not mx.array_equal(found, expected):
+                arms = {
+                    way: partial(timed, select, scores, options.index_topk)
+                    for way, select in WAYS.items()
+                }
+                # One round a draw: a processor is quicker at scores it has seen.
+                found = next(turns(arms, seed=draw))
+                for way in WAYS:
+                    if not mx.array_equal(found[way][1], found["argpartition"][1]):
                         raise ValueError(f"{way} selects other columns")
-                    if draw >= 0:
-                        times[way].append(seconds)
-                progress.advance(task, draw >= 0)
-            medians = {way: 1e3 * statistics.median(times[way]) for way in WAYS}
+                times.append({way: taken for way, (taken, _) in found.items()})
+                step()
+            del times[0]  # to warm up
+            medians = {way: 1e3 * median(times, way) for way in WAYS}
             results.append({"rows": rows, "columns": columns, "ms": medians})
     return {"index_topk": options.index_topk, "results": results, **environment()}
 
@@ -125,9 +128,8 @@ def timed(
 
 
 def show(result: dict, console: Console) -> None:
-    view = Table(title=f"The best {result['index_topk']:,} of T scores, milliseconds")
-    for heading in ("rows", "T", *WAYS):
-        view.add_column(heading, justify="right")
+    title = f"The best {result['index_topk']:,} of T scores, milliseconds"
+    view = new_table(title, "rows", "T", *WAYS)
     for row in result["results"]:
         times = [f"{row['ms'][way]:,.2f}" for way in WAYS]
         view.add_row(str(row["rows"]), f"{row['columns']:,}", *times)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 
-from blas import with_fast_blas
+from tools.blas import with_fast_blas
 
 # Seconds before a process counts as hung; a whole run takes about two.
 LIMIT = 120

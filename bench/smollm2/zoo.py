@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from arms import load
-from smollm2.build import check_indexers, random_indexers, trained_indexers
+from smollm2.build import (
+    INDEXER_WEIGHTS,
+    TRAINED,
+    check_indexers,
+    random_indexers,
+    trained_indexers,
+)
+from tools.arguments import count, folder, seed
+from tools.arms import load
+from tools.output import environment
+from tools.parts import model_files
+from tools.texts import token_ids
 
 SHARED_BY = 4  # layers
 
@@ -48,6 +60,66 @@ class Case:
         if self.trained is None:
             return None
         return hashlib.sha256(self.trained.read_bytes()).hexdigest()
+
+
+def add_zoo(
+    parser: argparse.ArgumentParser, kinds: tuple[str, ...], parts: str
+) -> None:
+    """Which model and indexers, the text that they are measured on, and the parts."""
+    add = parser.add_argument
+    add("--model", required=True, help="folder written by build.py")
+    names = ", ".join(map(repr, KINDS))
+    add(
+        "--indexers",
+        nargs="+",
+        choices=KINDS,
+        default=kinds,
+        metavar="KIND",
+        help=f"of {names}",
+    )
+    add("--seeds", type=seed, nargs="+", default=[0], help="of random indexers")
+    add(
+        "--trained",
+        type=Path,
+        nargs="+",
+        default=[TRAINED],
+        metavar="FILE",
+        help="trained indexers; default: those that are shipped",
+    )
+    add("--text", type=Path, help="text to predict; default: Python's own manual")
+    add("--tokens", type=count, default=1024, help="how many of it to read")
+    add("--parts", type=folder, default=parts, help="folder of finished parts")
+
+
+def cases(kinds: list[str], seeds: list[int], trained: list[Path]) -> list[Case]:
+    """A case for each seed where weights are random, else for each trained file."""
+    seeds, files = dict.fromkeys(seeds), dict.fromkeys(trained)
+    return [
+        case
+        for kind in kinds
+        for case in (
+            [Case(kind, seed=seed) for seed in seeds]
+            if kind == "random"
+            else [Case(kind, trained=file) for file in files]
+        )
+    ]
+
+
+def read_text(
+    model: str, tokenizer: Any, text: Path | None, tokens: int, index_topk: int
+) -> tuple[list[int], dict]:
+    """The text's tokens, and what every figure of them depends on."""
+    ids, source = token_ids(tokenizer, text)
+    if not index_topk + 1 < tokens <= len(ids):
+        raise ValueError(
+            f"--tokens {tokens} has to go past index_topk {index_topk}, and "
+            f"{source['text']} has {len(ids)}"
+        )
+    # Every case brings its own indexers along.
+    base = model_files(model)
+    base.pop(INDEXER_WEIGHTS, None)
+    facts = {"index_topk": index_topk, "base": base, **source, **environment()}
+    return ids[:tokens], facts | {"tokens": tokens}
 
 
 def load_model(folder: str) -> tuple[nn.Module, TokenizerWrapper]:

@@ -47,13 +47,12 @@ def losses_at_once(model, ids):
 
 
 def test_perplexity(folder, text, tmp_path):
-    out = tmp_path / "result.json"
     options = ["--tokens", TOKENS, "--block", 30, "--chunk", 7, "--worst", 3]
-    options += ["--out", out]
+    options += ["--out", tmp_path]
     outcome = bench("perplexity.py", "--model", folder, "--text", text, *options)
     assert outcome.status == 0, outcome.stderr
     assert "won by" in outcome.stdout
-    result = json.loads(out.read_text())
+    result = json.loads((tmp_path / "perplexity.json").read_text())
 
     model, tokenizer = load_model(str(folder))
     ids = tokenizer.encode(TEXT)[:TOKENS]
@@ -118,7 +117,7 @@ def test_repetition_profile_and_its_resumption(folder, tmp_path):
     assert outcome.status == 0, outcome.stderr
     for heading in ("repeats 4", "distinct", "longest run", "surprise", " past"):
         assert heading in outcome.stdout
-    result = json.loads((tmp_path / "profile.json").read_text())
+    result = json.loads((tmp_path / "repetition_profile.json").read_text())
     assert result["total_tokens"] == 4 * small_models.INDEX_TOPK
     parts = sorted(tmp_path.glob("*-*.json"))
     assert len(parts) == 6
@@ -130,7 +129,7 @@ def test_repetition_profile_and_its_resumption(folder, tmp_path):
             assert ("repeats_4_error" in block) == (way == "sampled")
             # To itself a model's text is no surprise; to a uniform guess it is 260.
             assert 1 <= block["surprise"] < 260**2
-    assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "repetition_profile.png").read_bytes().startswith(b"\x89PNG")
 
     before = {path: path.stat().st_mtime_ns for path in parts}
     parts[0].unlink()

@@ -77,14 +77,13 @@ def test_recency_rescues_an_indexer_of_the_wrong_rope_convention(figures):
 @pytest.mark.newest
 def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
     """Prompt and answer are shorter than index_topk: no arm may differ."""
-    out = tmp_path / "demo.json"
     demo = bench(
         "demo.py",
-        *("--build", BUILD.with_name(f"{BUILD.name}-demo"), "--out", out),
+        *("--build", BUILD.with_name(f"{BUILD.name}-demo"), "--out", tmp_path),
         *("--max-tokens", 16, "--text-tokens", 160),
     )
     assert demo.status == 0, demo.stderr
-    arms = json.loads(out.read_text())["arms"]
+    arms = json.loads((tmp_path / "demo.json").read_text())["arms"]
     assert list(arms) == ["stock", "sinks", "dense"]
     assert len({arm["text"] for arm in arms.values()}) == 1
     assert len(arms["stock"]["text"]) > 20
@@ -100,7 +99,10 @@ def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
         ("failure_zoo.py --model nowhere --parts mine", "can't load nowhere"),
         ("failure_zoo.py --model nowhere --sinks -1 --parts mine", "sinks must be"),
         ("failure_zoo.py --model nowhere --seeds -1", "a whole number from 0"),
-        ("failure_zoo.py --model nowhere --parts mine --out .", ". is a folder"),
+        (
+            "failure_zoo.py --model nowhere --parts mine --out mine/notes.txt",
+            "notes.txt: File exists",
+        ),
         ("policy_sweep.py --model nowhere --parts mine", "can't load nowhere"),
         (f"{BUILDER} --out x --source gone.gguf", "gone.gguf"),
         (f"{BUILDER} --out x --source gone", "'gone': no such file or folder"),
@@ -111,7 +113,7 @@ def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
         (f"{BUILDER} --out x --indexers --random-layers 30", "no layer 30"),
         ("smollm2/train_indexer.py --model nowhere --out mine", "can't load"),
         ("demo.py --text-tokens 100", "--text-tokens must go past index_topk"),
-        ("demo.py --out mine/notes.txt/x.json", "mine/notes.txt: File exists"),
+        ("demo.py --out mine/notes.txt/x", "mine/notes.txt/x: Not a directory"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_loses_nothing(

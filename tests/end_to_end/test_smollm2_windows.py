@@ -48,8 +48,8 @@ def test_positions(smollm2, tmp_path):
     pytest.importorskip("matplotlib")
     options = ["--model", smollm2, "--text", TEXT, "--tokens", 80, "--window", 32]
     result = measured("sink_positions.py", *options, "--block", 24, "--out", tmp_path)
-    assert result == json.loads((tmp_path / "positions.json").read_text())
-    assert (tmp_path / "positions.png").read_bytes().startswith(b"\x89PNG")
+    assert result == json.loads((tmp_path / "sink_positions.json").read_text())
+    assert (tmp_path / "sink_positions.png").read_bytes().startswith(b"\x89PNG")
     assert result["prefill_equal"]
     gone, layers = 80 - 1 - 32, 30
     assert result["evictions"] == dict.fromkeys(result["evictions"], gone) | {

@@ -44,7 +44,7 @@ def outcome(options, tmp_path_factory):
     few = ["--stretches", 2, "--keys", 1, "--rounds", 1, "--steps", 2, "--out", out]
     done = bench(SCRIPT, *options, *few, LD_PRELOAD="")
     assert done.status == 0, done.stderr
-    return done, json.loads((out / "snapkv.json").read_text()), out
+    return done, json.loads((out / "snapkv_budget.json").read_text()), out
 
 
 def perplexity(model, ids, caches):
@@ -102,7 +102,7 @@ def test_table_and_picture(outcome):
     done, _, out = outcome
     for words in ("times the full", "Passkeys said", "no sinks", "tokens/s"):
         assert words in done.stdout
-    assert (out / "snapkv.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "snapkv_budget.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.newest

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from blas import with_fast_blas
 from processes import BENCH, bench, command, interrupted, run
+from tools.blas import with_fast_blas
 
 BUILDER = "smollm2/build.py"
 TEXT = BENCH / "smollm2" / "text.txt"

@@ -4,14 +4,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-import zoo
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_sinks
-from arms import arms, indexers
 from mlx_sinks.sparse.selection import listening
+from smollm2 import zoo
 from smollm2.build import random_indexers
 from smollm2.smollm2_dsa import Model, ModelArgs
+from tools.arms import arms, indexers
 
 LAYERS, INDEX_TOPK, TOKENS = 8, 12, 40
 FACTS = dict(

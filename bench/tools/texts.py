@@ -1,15 +1,47 @@
-"""Long texts of a fixed length, several side by side: written by a model, and read."""
+"""Texts as a model takes them: their tokens, written by it, and predicted by it."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
+
+import mlx_sinks
+from mlx_sinks.measuring.text import MANUAL, text_ids
+from tools.internals import by_layer, skill
+
+
+def token_ids(tokenizer: Any, text: Path | None) -> tuple[list[int], dict[str, str]]:
+    """All tokens of a text file, or of Python's manual, and what names them."""
+    ids = text_ids(tokenizer, text)
+    return ids, {"text": text.name if text else MANUAL, "sha256": sha256(ids)}
+
+
+def tokens_to_read(
+    tokenizer: Any, text: Path | None, tokens: int, skip: int
+) -> tuple[list[int], dict[str, Any]]:
+    """The tokens that the options of ``add_reading`` ask for, and what names them."""
+    ids, source = token_ids(tokenizer, text)
+    ids = ids[skip : skip + tokens]
+    if len(ids) < tokens:
+        raise ValueError(
+            f"{source['text']} has {len(ids)} tokens after {skip}, not {tokens}"
+        )
+    return ids, {**source, "tokens": tokens, "skip": skip, "sha256": sha256(ids)}
+
+
+def sha256(ids: list[int]) -> str:
+    """Of the token ids in decimal, a blank between them."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
 
 
 def generate(
@@ -79,3 +111,40 @@ def batch_losses(
         mx.eval([c.state for c in cache])
         step(100 * (stop - start) / total)
     return np.concatenate(losses, axis=1)
+
+
+def token_losses(
+    model: nn.Module,
+    ids: list[int],
+    chunk: int = 128,
+    step: Callable[[float], object] = lambda percent: None,
+) -> np.ndarray:
+    """The same of one text, shape (T - 1,)."""
+    return batch_losses(model, [ids], chunk, step)[0]
+
+
+def perplexity(losses: np.ndarray) -> float:
+    return math.exp(losses.mean())
+
+
+def perplexity_past(losses: np.ndarray, first: int) -> float:
+    """Of the tokens that are predicted from a column >= ``first``."""
+    return perplexity(losses[first:])
+
+
+def probed(
+    model: nn.Module, policy: mlx_sinks.SinkPolicy, read: Callable[[], np.ndarray]
+) -> tuple[np.ndarray, dict]:
+    """What ``read`` returns, and what the selections it makes keep and cover."""
+    with mlx_sinks.probe(model, policy) as recording:
+        losses = read()
+    if not recording.queries:
+        raise ValueError("no query was looked at: read more --tokens")
+    means = by_layer(recording)
+    names = ("sinks_kept", "recency_kept", "mass", "mass_guaranteed", "mass_best")
+    return losses, {
+        **{name: float(means[name].mean()) for name in names},
+        "skill": float(skill(means).mean()),
+        "skill_by_layer": skill(means).round(4).tolist(),
+        "mass_by_layer": means["mass"].round(4).tolist(),
+    }
