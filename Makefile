@@ -37,7 +37,7 @@ test-oldest: build/venv-oldest/ready build/venv-newest/ready
 	build/venv-newest/bin/python bench/smollm2/build.py --plain --out build/smollm2
 	build/venv-oldest/bin/python $(SUITE) --smollm2-seeds 1 --zoo random
 
-UPSTREAM := tests/upstream.py --build build/upstream
+UPSTREAM := tests/upstream_suite.py --build build/upstream
 
 test-upstream: test-upstream-newest test-upstream-oldest
 

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
+from mlx_sinks.upstream.hub import local_snapshot
 from tools.output import write_json
 
 
@@ -35,9 +34,9 @@ def model_files(model: str) -> dict[str, Any]:
 
     Its own small files by their content, weights by size and date.
     """
-    path = Path(model)
-    if not path.is_dir():
-        path = Path(snapshot_download(model, local_files_only=True))
+    path = Path(model) if Path(model).is_dir() else local_snapshot(model)
+    if path is None:
+        raise ValueError(f"{model} is neither a folder nor a model on this disk")
     facts: dict[str, Any] = {}
     for file in sorted(path.iterdir()):
         if file.suffix == ".safetensors":

@@ -141,11 +141,8 @@ def patched(
     list of PatchReport
         One for each target.
     """
-    owner = object()
-    try:
+    with _owner() as owner:
         yield _ask(owner, policy, targets)
-    finally:
-        _take_back(owner)
 
 
 def apply(model: Any, policy: SinkPolicy | None) -> int:
@@ -200,14 +197,11 @@ def reached(model: Any) -> Iterator[list[Any]]:
     PatchError
         As from ``install``.
     """
-    owner = object()
-    with _lock:
-        parts = _parts(model)
-        _put(_Request(owner, None, frozenset(parts)))
-    try:
+    with _owner() as owner:
+        with _lock:
+            parts = _parts(model)
+            _put(_Request(owner, None, frozenset(parts)))
         yield [part for found in parts.values() for part in found]
-    finally:
-        _take_back(owner)
 
 
 def _parts(model: Any) -> dict[str, list[Any]]:
@@ -279,11 +273,15 @@ def _put(request: _Request, first: bool = False) -> None:
     _set_requests((request, *_requests) if first else (*_requests, request))
 
 
-def _take_back(owner: Any) -> None:
-    with _lock:
-        _set_requests(
-            tuple(request for request in _requests if request.owner is not owner)
-        )
+@contextmanager
+def _owner() -> Iterator[object]:
+    """Somebody whose requests end with the block."""
+    owner = object()
+    try:
+        yield owner
+    finally:
+        with _lock:
+            _set_requests(tuple(r for r in _requests if r.owner is not owner))
 
 
 def _set_requests(requests: tuple[_Request, ...]) -> None:

@@ -1,6 +1,6 @@
 """mlx-lm's own tests, without mlx-sinks and with it: what passed has to pass.
 
-    python tests/upstream.py --build build/upstream
+    python tests/upstream_suite.py --build build/upstream
 
 Takes the tests from the source distribution of the installed mlx-lm and runs them
 against the installed one, offline, from the same random numbers both ways. The hub
