@@ -8,13 +8,20 @@ def batch_tokens(model, prompts, caches, count, **named):
     """The tokens and the last caches that mlx-lm's batches give."""
     generator = BatchGenerator(model, **named)
     uids = generator.insert(prompts, max_tokens=[count] * len(prompts), caches=caches)
+    try:
+        return run_out(generator, uids)
+    finally:
+        generator.close()
+
+
+def run_out(generator, uids):
+    """The tokens and the last caches of requests that a generator has taken up."""
     got, left = {uid: [] for uid in uids}, {}
     while responses := generator.next_generated():
         for response in responses:
             got[response.uid].append(int(response.token))
             if response.finish_reason:
                 left[response.uid] = response.prompt_cache
-    generator.close()
     return [got[uid] for uid in uids], [left[uid] for uid in uids]
 
 

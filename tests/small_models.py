@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -196,3 +197,20 @@ def save_folder(
     file.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
     tokenizer().save_pretrained(folder)
     return folder
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model's folder, and what a server of it is asked for."""
+
+    folder: str
+    tokenizer: object
+    max_tokens: int
+
+    @property
+    def only_letters(self) -> dict[int, float]:
+        return only_letters(self.tokenizer)
+
+    def request(self, prompt, **more):
+        fixed = {"max_tokens": self.max_tokens, "temperature": 0}
+        return {"prompt": prompt, "logit_bias": self.only_letters, **fixed, **more}

@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_sinks
 import small_models
+from batches import run_out
 from mlx_sinks.budgets.compact_cache import CompactCache
 from processes import command, run, serving
 
@@ -28,16 +29,10 @@ SHORT, LONG, LONGER = FOX, 4 * FOX, 3 * JUGS + FOX
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(small_models.Folder):
     """A llama's folder, and what it writes in this process."""
 
-    folder: str
     model: object
-    tokenizer: object
-
-    @property
-    def only_letters(self):
-        return small_models.only_letters(self.tokenizer)
 
     def after(self, prompt, caches):
         """What follows a prompt whose tokens but the last are in the caches."""
@@ -62,20 +57,12 @@ class Model:
         self.model(mx.array([self.tokenizer.encode(prompt)[:-1]]), cache=caches)
         return self.after(prompt, caches)
 
-    def request(self, prompt, **more):
-        return {
-            "prompt": prompt,
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-            "logit_bias": self.only_letters,
-            **more,
-        }
-
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = small_models.write_llama_folder(tmp_path_factory.mktemp("llama"))
-    return Model(str(folder), *mlx_lm.load(str(folder)))
+    model, tokenizer = mlx_lm.load(str(folder))
+    return Model(str(folder), tokenizer, MAX_TOKENS, model)
 
 
 def in_process(llama, prompt, **options):
@@ -217,31 +204,20 @@ def started(llama, prompts, **more):
     return generator, generator.insert([llama.tokenizer.encode(p) for p in prompts])
 
 
-def finished(generator, uids):
-    tokens = {uid: [] for uid in uids}
-    caches = {}
-    while len(caches) < len(uids):
-        for response in generator.next_generated():
-            tokens[response.uid].append(response.token)
-            if response.finish_reason:
-                caches[response.uid] = response.prompt_cache
-    return [tokens[uid] for uid in uids], [caches[uid] for uid in uids]
-
-
 def test_a_budget_reaches_requests_that_join_others(llama):
     """What was generating before the budget stays whole, and nobody is disturbed."""
     expected = {}
     for policy in (mlx_sinks.SinkPolicy(), mlx_sinks.SinkPolicy(kv_budget=BUDGET)):
         with mlx_sinks.patched(policy):
             for prompt in (LONG, LONGER):
-                tokens, _ = finished(*started(llama, [prompt]))
+                tokens, _ = run_out(*started(llama, [prompt]))
                 expected[prompt, policy.kv_budget] = tokens[0]
     generator, (first,) = started(llama, [LONG])
     for _ in range(3):
         before = [r.token for r in generator.next_generated()]
     with mlx_sinks.patched(mlx_sinks.SinkPolicy(kv_budget=BUDGET)):
         (second,) = generator.insert([llama.tokenizer.encode(LONGER)])
-        (rest, joined), caches = finished(generator, [first, second])
+        (rest, joined), caches = run_out(generator, [first, second])
     assert expected[LONG, None][2:] == before + rest
     assert joined == expected[LONGER, BUDGET]
     lengths = [len(llama.tokenizer.encode(p)) for p in (LONG, LONGER)]
@@ -260,7 +236,7 @@ def test_a_batch_with_nothing_to_read(llama, budget):
     generator = BatchGenerator(llama.model, max_tokens=4)
     uids = generator.insert([[65], [65, 66]], caches=[trimmed, None])
     uids += generator.insert([llama.tokenizer.encode(LONGER)])
-    _, caches = finished(generator, uids)
+    _, caches = run_out(generator, uids)
     offsets = [1 + 4, 2 + 4, len(llama.tokenizer.encode(LONGER)) + 4]
     assert [{c.offset for c in cache} for cache in caches] == [{n} for n in offsets]
 

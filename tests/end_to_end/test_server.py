@@ -3,7 +3,6 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from importlib.metadata import version
 
 import mlx_lm
@@ -26,16 +25,8 @@ PROMPTS = (
 MAX_TOKENS = 24
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(small_models.Folder):
     """A model folder, and how the same model writes in this process."""
-
-    folder: str
-    tokenizer: object
-
-    @property
-    def only_letters(self) -> dict[int, float]:
-        return small_models.only_letters(self.tokenizer)
 
     def alone(self, prompt, policy):
         """The text of one prompt, generated in this process."""
@@ -48,21 +39,12 @@ class Model:
                 logits_processors=biased,
             )
 
-    def request(self, prompt, **more):
-        return {
-            "prompt": prompt,
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-            "logit_bias": self.only_letters,
-            **more,
-        }
-
 
 @pytest.fixture(scope="module", params=small_models.KINDS)
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     small_models.write_folder(folder, request.param, INDEX_TOPK)
-    return Model(str(folder), mlx_lm.load(str(folder))[1])
+    return Model(str(folder), mlx_lm.load(str(folder))[1], MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")

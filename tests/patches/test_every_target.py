@@ -35,11 +35,14 @@ def module(patch):
 
 
 def in_place(patch, module):
-    """What stands at each site: (holder, name, as it is stored)."""
-    return [
-        (site.holder, site.name, vars(site.holder)[site.name])
-        for site in patch.sites(module)
-    ]
+    """What stands at each site: (holder, name, function or class)."""
+    return [(site.holder, site.name, site.found) for site in patch.sites(module)]
+
+
+def bound(holder, name, function):
+    """The function as its holder has it, a class method where there is one."""
+    is_method = isinstance(vars(holder)[name], classmethod)
+    return classmethod(function) if is_method else function
 
 
 def install(patch, policy=POLICY):
@@ -81,9 +84,7 @@ def test_uninstalling_restores_the_very_code(patch, module):
     install(patch)
     assert in_place(patch, module) != before
     mlx_sinks.uninstall()
-    assert [
-        getattr(value, "__func__", value) for *_, value in in_place(patch, module)
-    ] == [getattr(value, "__func__", value) for *_, value in before]
+    assert in_place(patch, module) == before
     assert not patch.is_on(module)
 
 
@@ -128,29 +129,25 @@ def test_a_package_that_is_not_installed_is_skipped_or_named(
 
 def replaced(value):
     """Somebody else's code in the place of a site's."""
-    if isinstance(value, type):
-        return type(value.__name__, (), {"__module__": "another_tool"})
 
     def replacement(*arguments, **named):
         raise AssertionError("never called")
 
-    replacement.__module__ = "another_tool"
-    return classmethod(replacement) if isinstance(value, classmethod) else replacement
+    theirs = type(value.__name__, (), {}) if isinstance(value, type) else replacement
+    theirs.__module__ = "another_tool"
+    return theirs
 
 
 def test_code_of_another_tool_is_not_replaced(patch, module, monkeypatch):
     for holder, name, value in in_place(patch, module):
         theirs = replaced(value)
         with monkeypatch.context() as context:
-            context.setattr(holder, name, theirs)
-            if (holder, name) not in [place[:2] for place in in_place(patch, module)]:
+            context.setattr(holder, name, bound(holder, name, theirs))
+            if (holder, name, theirs) not in in_place(patch, module):
                 continue  # a module that imported upstream's, and now has its own
             with pytest.raises(PatchError, match="another_tool"):
                 install(patch)
-            stored = vars(holder)[name]
-            assert getattr(stored, "__func__", stored) is getattr(
-                theirs, "__func__", theirs
-            )
+            assert (holder, name, theirs) in in_place(patch, module)
         assert not patch.is_on(module)
 
 
@@ -158,23 +155,17 @@ def wrapped(value):
     """Somebody else's code around what stands at a site."""
     if isinstance(value, type):
         return type(value.__name__, (value,), {})
-    function = getattr(value, "__func__", value)
-
-    def wrapper(*arguments, **named):
-        return function(*arguments, **named)
-
-    return classmethod(wrapper) if isinstance(value, classmethod) else wrapper
+    return lambda *arguments, **named: value(*arguments, **named)
 
 
 def test_code_wrapped_around_ours_is_left(patch, module, monkeypatch):
     install(patch)
-    theirs = []
-    for holder, name, value in in_place(patch, module):
-        monkeypatch.setattr(holder, name, wrapped(value))
-        theirs.append((holder, name, vars(holder)[name]))
+    theirs = [(*place, wrapped(value)) for *place, value in in_place(patch, module)]
+    for holder, name, wrapper in theirs:
+        monkeypatch.setattr(holder, name, bound(holder, name, wrapper))
     mlx_sinks.uninstall()
-    for holder, name, value in theirs:
-        assert vars(holder)[name] is value
+    for holder, name, wrapper in theirs:
+        assert getattr(vars(holder)[name], "__func__", vars(holder)[name]) is wrapper
     monkeypatch.undo()  # ours again, and nobody asks for it
     mlx_sinks.uninstall()
     assert not patch.is_on(module)
@@ -199,16 +190,12 @@ def test_a_failure_half_way_restores_everything(patch, module, monkeypatch):
         raise RuntimeError("half way")
 
     monkeypatch.setattr(patch, "refusal", lambda module: None)
+    monkeypatch.setattr(patch, "_known", lambda module: sites)
     monkeypatch.setattr(patch, "sites", fail_at_the_last)
-    with monkeypatch.context() as context, pytest.raises(RuntimeError, match="half"):
-        # The base looks at all sites before it asks whether the patch is on.
-        context.setattr(patch, "is_on", lambda module: False)
-        context.setattr(patch, "_known", lambda module: sites)
+    with pytest.raises(RuntimeError, match="half way"):
         install(patch)
     monkeypatch.undo()
-    assert [getattr(value, "__func__", value) for *_, value in before] == [
-        getattr(value, "__func__", value) for *_, value in in_place(patch, module)
-    ]
+    assert in_place(patch, module) == before
 
 
 def test_an_upstream_without_its_places(patch):

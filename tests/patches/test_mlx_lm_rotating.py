@@ -19,6 +19,7 @@ import mlx_sinks
 import small_models
 import window_oracle
 from batch_histories import hold
+from batches import run_out
 from mlx_sinks import PatchError, PolicyError, SinkPolicy
 from mlx_sinks.patches.registry import patch_of
 from window_streams import NOISE, WindowHistory
@@ -225,17 +226,10 @@ def test_a_batch_gives_what_each_gives_alone(on):
     generator = BatchGenerator(model, max_tokens=25, prefill_step_size=16)
     caches = [upstream.make_prompt_cache(model, 20) for _ in prompts]
     uids = generator.insert(prompts, caches=caches)
-    together = {uid: [] for uid in uids}
-    finished = {}
-    while len(finished) < len(uids):
-        for response in generator.next_generated():
-            together[response.uid].append(response.token)
-            if response.finish_reason:
-                finished[response.uid] = response.prompt_cache
-    for uid, prompt in zip(uids, prompts):
+    for prompt, together, left in zip(prompts, *run_out(generator, uids)):
         alone = mlx_sinks.make_sink_cache(model, 20, sinks=3)
-        assert together[uid] == greedy(model, prompt, alone, 25)
-        assert {cache.keep for cache in finished[uid]} == {3}
+        assert together == greedy(model, prompt, alone, 25)
+        assert {cache.keep for cache in left} == {3}
 
 
 def test_a_batch_generator_makes_windows_with_the_policys_sinks(on):

@@ -63,14 +63,6 @@ def test_a_second_install_replaces_the_policy():
     assert policy_in_force() == SinkPolicy(2, 2)
 
 
-def test_blocks_nest():
-    with mlx_sinks.patched(SinkPolicy(1, 1)):
-        with mlx_sinks.patched(SinkPolicy(2, 2)):
-            assert policy_in_force() == SinkPolicy(2, 2)
-        assert policy_in_force() == SinkPolicy(1, 1)
-    assert not is_on()
-
-
 def test_a_block_leaves_what_was_installed():
     mlx_sinks.install(SinkPolicy(1, 1))
     with pytest.raises(KeyError), mlx_sinks.patched(SinkPolicy(2, 2)):
