@@ -13,7 +13,8 @@ EXTRAS_LIST = $(subst $(empty) $(empty),$(comma),$(strip $(EXTRAS) $(BACKEND)))
 
 # The oldest supported mlx-lm runs with the oldest mlx that it accepts.
 OLDEST := mlx-lm==0.31.3 mlx==0.31.2
-NEWEST := --upgrade mlx-lm
+# What pyproject.toml doesn't bound: mlx_sinks/targets.py refuses a release beyond.
+NEWEST := --upgrade 'mlx-lm>=0.31.3,<0.33'
 
 PIP_OPTIONS := --quiet --disable-pip-version-check
 SUITE := -m pytest --numprocesses 2 --dist loadfile
@@ -57,7 +58,7 @@ lint: build/venv-newest/ready
 
 build/venv-speed/ready: EXTRAS = plots
 build/venv-newest/ready: EXTRAS = dev plots
-build/venv-newest/ready: RELEASES = $(NEWEST)
+build/venv-%/ready: RELEASES = $(NEWEST)
 build/venv-oldest/ready: EXTRAS = dev plots
 build/venv-oldest/ready: RELEASES = $(OLDEST)
 
@@ -66,7 +67,7 @@ build/venv-%/ready: pyproject.toml mlx_sinks.pth
 	  echo "make: Python 3.10 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -m venv --clear $(@D) || { \
 	  echo "make: $(PYTHON) can't make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@echo "Installing mlx-sinks and $(if $(RELEASES),$(lastword $(RELEASES)),mlx-lm) in $(@D) …"
+	@echo "Installing mlx-sinks and $(lastword $(RELEASES)) in $(@D) …"
 	@$(@D)/bin/python -m pip install $(PIP_OPTIONS) --editable '.[$(EXTRAS_LIST)]' $(RELEASES)
 	@touch $@
 

@@ -87,6 +87,7 @@ def test_nothing_stops_an_upgrade_and_what_is_tested_begins_where_pip_does(metad
     for target in TARGETS.values():
         lowest = [part for part in SpecifierSet(target.tested) if part.operator == ">="]
         assert lowest == [*bounds[target.package]]
+        assert f"'{target.package}{target.tested}'" in (ROOT / "Makefile").read_text()
 
 
 @pytest.fixture
