@@ -4,7 +4,7 @@
     python bench/end_to_end.py --glm-layers 2
 
 mlx_lm.generate's own engine (generate_step) on random prompts, greedily. The arms run
-in turn in one process, on the same weights and tokens:
+in turn in one process, after a round to warm up, on the same weights and tokens:
 
   stock           upstream's own code
   sinks           patched, with the default policy

@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> dict:
                         raise ValueError(f"{way} selects other columns")
                 times.append({way: taken for way, (taken, _) in found.items()})
                 step()
-            del times[0]  # to warm up
+            del times[0]  # it was to warm up
             medians = {way: 1e3 * median(times, way) for way in WAYS}
             results.append({"rows": rows, "columns": columns, "ms": medians})
     return {"index_topk": options.index_topk, "results": results, **environment()}

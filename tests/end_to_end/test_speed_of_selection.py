@@ -9,6 +9,7 @@ import pytest
 import indexer_speed
 import processes
 from indexer_speed import Case, Inputs
+from tools.rounds import in_turn, median, ratio
 
 pytestmark = pytest.mark.newest
 
@@ -73,6 +74,21 @@ def test_recall_counts_the_true_best(dtype):
     assert indexer_speed.recall(inputs, b, i, best) == 1
     best[:4] = [0, 1, 63, seen[np.argmin(scores[seen])]]  # hidden ones, and the worst
     assert indexer_speed.recall(inputs, b, i, best) == 12 / 16
+
+
+def test_rounds_are_warmed_up_in_orders_of_their_own_and_compared_one_by_one():
+    calls, steps = [], []
+
+    def arm(name):
+        return lambda: calls.append(name) or len(calls) * (2 if name == "b" else 1)
+
+    rounds = in_turn({name: arm(name) for name in "ab"}, 9, lambda: steps.append(1))
+    assert len(rounds) == 9 and len(steps) == len(calls) == 20
+    orders = [tuple(calls[n : n + 2]) for n in range(0, 20, 2)]
+    assert {*orders} == {("a", "b"), ("b", "a")}
+    ratios = sorted(each["b"] / each["a"] for each in rounds)
+    assert ratio(rounds, "b", "a") == ratios[4]
+    assert median(rounds, "a") == sorted(each["a"] for each in rounds)[4]
 
 
 def test_topk_speed():
