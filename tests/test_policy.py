@@ -1,14 +1,17 @@
 """SinkPolicy from the environment: the accepted forms, and sentences for the rest."""
 
+from dataclasses import FrozenInstanceError, replace
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_selection import examples
 
 from mlx_sinks import PolicyError, SinkPolicy
 from mlx_sinks.policy import Settings
 from mlx_sinks.targets import TARGETS
+from strategies import examples, fit_warnings, unused_topk
 
 
 def read(value):
@@ -217,3 +220,82 @@ def test_what_fits_is_scored_the_same_way(recency):
     fitted = policy.fit(16)
     assert (fitted.sinks, fitted.recency) == (4, min(recency, 12))
     assert (fitted.scoring, fitted.score_memory) == ("upstream", 12345)
+
+
+def test_policy_defaults():
+    assert SinkPolicy() == SinkPolicy(sinks=4, recency=64)
+    assert SinkPolicy(0, 0) == SinkPolicy(sinks=0, recency=0)
+
+
+def test_policy_is_frozen_and_hashable():
+    policy = SinkPolicy()
+    with pytest.raises(FrozenInstanceError):
+        policy.sinks = 1
+    assert hash(policy) == hash(SinkPolicy())
+    assert replace(policy, sinks=1) == SinkPolicy(1, 64)
+
+
+@pytest.mark.parametrize("field", ["sinks", "recency"])
+@pytest.mark.parametrize(
+    "value", [-1, -(10**9), 1.5, 4.0, float("nan"), True, False, "4", "", None, [4]]
+)
+def test_policy_refuses_what_is_no_count(field, value):
+    with pytest.raises(ValueError, match=field):
+        SinkPolicy(**{field: value})
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+@examples(50)
+def test_policy_takes_every_count(sinks, recency):
+    policy = SinkPolicy(sinks, recency)
+    assert (policy.sinks, policy.recency) == (sinks, recency)
+
+
+# ---------------------------------------------------------------------------- fit
+
+
+def test_fit_leaves_what_fits():
+    policy = SinkPolicy(4, 60)
+    fitted, caught = fit_warnings(lambda: policy.fit(64))
+    assert fitted == policy
+    assert caught == []
+
+
+@pytest.mark.parametrize("sinks, k", [(17, 17), (19, 17), (1, 1), (0, 0)])
+def test_fit_refuses_sinks_that_leave_no_slot(sinks, k):
+    with pytest.raises(ValueError) as error:
+        SinkPolicy(sinks, 0).fit(k)
+    assert str(sinks) in str(error.value) and str(k) in str(error.value)
+
+
+@given(st.integers(0, 100), st.integers(2, 100))
+@examples(100)
+def test_fit_clamps_recency_and_says_so_once(sinks, excess):
+    k = next(unused_topk)
+    policy = SinkPolicy(sinks, k - sinks + excess)
+    fitted, caught = fit_warnings(lambda: policy.fit(k))
+    assert fitted == SinkPolicy(sinks, k - sinks)
+    assert len(caught) == 1
+
+    equal = SinkPolicy(policy.sinks, policy.recency)
+    for again in (policy, equal):
+        fitted, caught = fit_warnings(partial(again.fit, k))
+        assert fitted == SinkPolicy(sinks, k - sinks)
+        assert caught == []
+
+    assert len(fit_warnings(lambda: policy.fit(next(unused_topk)))[1]) == 1
+    other = SinkPolicy(policy.sinks, policy.recency + 1)
+    assert len(fit_warnings(lambda: other.fit(k))[1]) == 1
+
+
+@given(st.integers(0, 80), st.integers(0, 80), st.integers(1, 80))
+@examples(200)
+def test_fit_in_general(sinks, recency, k):
+    policy = SinkPolicy(sinks, recency)
+    if sinks >= k:
+        with pytest.raises(ValueError):
+            policy.fit(k)
+        return
+    (fitted, again), _ = fit_warnings(lambda: (policy.fit(k), policy.fit(k)))
+    assert fitted == again == SinkPolicy(sinks, min(recency, k - sinks))
+    assert policy == SinkPolicy(sinks, recency)

@@ -16,7 +16,6 @@ import releases
 import small_models
 from mlx_sinks import cli
 from mlx_sinks.doctor import checkpoint_files, places
-from mlx_sinks.doctor import command as doctor_command
 from mlx_sinks.patches.registry import patch_of
 from mlx_sinks.policy import Settings
 from mlx_sinks.targets import TARGETS
@@ -261,31 +260,9 @@ def test_an_upstream_without_the_fault_is_not_affected(monkeypatch):
     assert not any("hides" in fault for fault in found.faults)
 
 
-@pytest.fixture
-def without_another_package(monkeypatch):
-    """A place of a package that isn't installed, after those that are there."""
-
-    def examine(settings):
-        found = places.examine(settings)
-        facts = {"target": "elsewhere", "package": "mlx-other", "installed": False}
-        nothing = {"faults": [], "cured": False, "on": False, "refused": None}
-        return [*found, replace(found[0], **facts, **nothing)]
-
-    monkeypatch.setattr(doctor_command, "examine", examine)
-
-
-@pytest.mark.usefixtures("without_another_package")
-def test_a_package_that_is_not_installed_is_said_and_nothing_more(capsys, doctor):
-    status, result = doctor(variable="1")
-    assert (status, causes(result)) == (0, [])
-    assert (result["places"][-1]["package"], len(result["on"])) == ("mlx-other", 4)
-    assert cli.main(["doctor"]) == 1
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "else" in line]
-    assert "mlx-other is not" in row and row.count("—") == 2
-
-
-@pytest.mark.usefixtures("without_another_package")
-def test_a_checkpoint_is_examined_and_probed_without_it(doctor, folders):
+def test_a_checkpoint_is_examined_without_another_package(monkeypatch, doctor, folders):
+    other = replace(TARGETS["dsa"], name="elsewhere", package="mlx-other")
+    monkeypatch.setitem(TARGETS, "elsewhere", other)
     for name, variable in (("glm", ON), ("llama", ON), ("llama", None)):
         assert doctor("--model", folders[name], variable=variable)[0] == 0
     options = ("--model", folders["glm"], "--probe", "--tokens", 40)

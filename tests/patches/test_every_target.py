@@ -105,12 +105,13 @@ def test_a_policy_that_does_not_want_it_leaves_upstream(patch, module):
     assert patch.is_on(module) == wanted
 
 
-def test_an_unsupported_release_is_refused(patch, module, monkeypatch):
+@pytest.mark.parametrize("release", ["0.1", "99.0"])
+def test_an_unsupported_release_is_refused(patch, module, monkeypatch, release):
     target = patch.target
-    releases.pretend(monkeypatch, target.package, "99.0")
+    releases.pretend(monkeypatch, target.package, release)
     with pytest.raises(PatchError) as error:
         install(patch)
-    for words in (target.module, "99.0", target.tested, f"{target.name}=0"):
+    for words in (target.module, release, target.tested, f"{target.name}=0"):
         assert words in str(error.value)
     assert not patch.is_on(module)
 
@@ -134,13 +135,23 @@ def replaced(value):
         raise AssertionError("never called")
 
     theirs = type(value.__name__, (), {}) if isinstance(value, type) else replacement
-    theirs.__module__ = "another_tool"
+    theirs.__module__ = theirs.__qualname__ = "another_tool"
     return theirs
 
 
-def test_code_of_another_tool_is_not_replaced(patch, module, monkeypatch):
+def wrapped(value):
+    """Somebody else's code around what stands at a site."""
+    if isinstance(value, type):
+        return type("another_tool", (value,), {"__module__": "another_tool"})
+    wrapper = functools.wraps(value)(lambda *given, **named: value(*given, **named))
+    wrapper.__qualname__ = "another_tool"
+    return wrapper
+
+
+@pytest.mark.parametrize("made", [replaced, wrapped])
+def test_code_of_another_tool_is_not_replaced(patch, module, monkeypatch, made):
     for holder, name, value in in_place(patch, module):
-        theirs = replaced(value)
+        theirs = made(value)
         with monkeypatch.context() as context:
             context.setattr(holder, name, bound(holder, name, theirs))
             if (holder, name, theirs) not in in_place(patch, module):
@@ -149,13 +160,6 @@ def test_code_of_another_tool_is_not_replaced(patch, module, monkeypatch):
                 install(patch)
             assert (holder, name, theirs) in in_place(patch, module)
         assert not patch.is_on(module)
-
-
-def wrapped(value):
-    """Somebody else's code around what stands at a site."""
-    if isinstance(value, type):
-        return type(value.__name__, (value,), {})
-    return lambda *arguments, **named: value(*arguments, **named)
 
 
 def test_code_wrapped_around_ours_is_left(patch, module, monkeypatch):
@@ -167,6 +171,8 @@ def test_code_wrapped_around_ours_is_left(patch, module, monkeypatch):
     for holder, name, wrapper in theirs:
         assert getattr(vars(holder)[name], "__func__", vars(holder)[name]) is wrapper
     monkeypatch.undo()  # ours again, and nobody asks for it
+    install(patch)
+    assert patch.is_on(module)
     mlx_sinks.uninstall()
     assert not patch.is_on(module)
 

@@ -11,7 +11,6 @@ import pytest
 from mlx_lm.models import deepseek_v32
 
 import mlx_sinks
-import releases
 import small_models
 from mlx_sinks import PatchError, SinkPolicy
 from mlx_sinks.patches import registry
@@ -181,13 +180,6 @@ class TestRefusal:
         yield
         assert not is_on()
 
-    @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
-    def test_of_an_unsupported_version(self, monkeypatch, version):
-        releases.pretend(monkeypatch, "mlx-lm", version)
-        expected = rf"deepseek_v32 of mlx-lm {version}: only mlx-lm >=0.31.3,<0.33"
-        with pytest.raises(PatchError, match=expected):
-            mlx_sinks.install()
-
     @pytest.mark.parametrize(
         "change",
         [
@@ -216,18 +208,6 @@ class TestRefusal:
         monkeypatch.setattr(deepseek_v32.Indexer, "__call__", changed)
         with pytest.raises(PatchError, match="differs from upstream's in"):
             mlx_sinks.install()
-        monkeypatch.undo()
-
-    def test_of_code_replaced_by_somebody_else(self, monkeypatch):
-        def theirs(self, x, qr, mask, cache=None):
-            return UPSTREAM(self, x, qr, mask, cache)
-
-        for wrapper in (theirs, functools.wraps(UPSTREAM)(theirs)):
-            monkeypatch.setattr(deepseek_v32.Indexer, "__call__", wrapper)
-            with pytest.raises(
-                PatchError, match="replaced by code of .* in .*test_reg"
-            ):
-                mlx_sinks.install()
         monkeypatch.undo()
 
     def test_of_another_signature(self, monkeypatch):

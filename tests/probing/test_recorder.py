@@ -18,12 +18,10 @@ import several_machines
 import small_models
 from mlx_sinks import ProbeError, Recording, SinkPolicy
 from mlx_sinks.patches import registry
-from mlx_sinks.probing import report
 from mlx_sinks.probing.coverage import FIGURES
 from mlx_sinks.probing.replay import dense_attention
-from mlx_sinks.sparse.selection import is_heard, listening, select_columns
+from mlx_sinks.sparse.selection import is_heard
 from mlx_sinks.upstream.kernel import calls_kernel
-from threads import lasting
 
 UPSTREAM = deepseek_v32.Indexer.__call__
 TOPK, POLICY = small_models.INDEX_TOPK, SinkPolicy(2, 3)
@@ -730,140 +728,6 @@ def test_an_unprobed_model_is_not_heard(make):
     with mlx_sinks.probe(probed, POLICY) as recording:
         feed(other, prompt(0, 40))
     assert recording.queries == 0
-
-
-SCORES = mx.random.normal((2, 1, 3, 9), key=mx.random.key(0))
-
-
-def test_a_listener_gets_what_a_selection_chooses_from():
-    heard = []
-    padding, mask = mx.array([0, 2]), mx.ones((3, 9), mx.bool_)
-    with listening(lambda *chosen_from: heard.append(chosen_from)):
-        assert is_heard()
-        columns = select_columns(SCORES, 4, SinkPolicy(1, 2), padding, mask)
-        assert select_columns(SCORES, 9, POLICY) is None
-        select_columns(SCORES, 8, SinkPolicy(0, 0))
-    assert not is_heard()
-    select_columns(SCORES, 4, SinkPolicy(1, 1))
-    first, second = heard
-    assert all(got is given for got, given in zip(first, (SCORES, padding, mask)))
-    assert second[0] is SCORES
-    assert second[1:] == (None, None)
-    unheard = select_columns(SCORES, 4, SinkPolicy(1, 2), padding, mask)
-    np.testing.assert_array_equal(np.array(columns), np.array(unheard))
-
-
-def test_a_listener_is_gone_after_an_exception():
-    with pytest.raises(ZeroDivisionError), listening(print):
-        raise ZeroDivisionError
-    assert not is_heard()
-
-
-def test_listening_blocks_nest():
-    outer, inner = [], []
-    with listening(lambda *_: outer.append(1)):
-        with listening(lambda *_: inner.append(1)):
-            select_columns(SCORES, 4, SinkPolicy(1, 1))
-        assert len(inner) == 1
-        heard = len(outer)
-        select_columns(SCORES, 4, SinkPolicy(1, 1))
-    assert len(outer) == heard + 1
-    assert len(inner) == 1
-
-
-def test_listening_is_the_threads_own():
-    heard = []
-
-    def elsewhere():
-        select_columns(SCORES, 4, SinkPolicy(1, 1))
-        return is_heard()
-
-    with listening(lambda *_: heard.append(1)):
-        assert not lasting(elsewhere).result(60)
-        assert is_heard()
-    assert heard == []
-
-
-# ---------------------------------------------------------------- what it says
-
-
-def recording_of(masses, layers=3):
-    """One block a column; mass_best 0.9 and mass_chance 0.1 throughout."""
-    names = [f"model.layers.{number}.self_attn" for number in range(layers)]
-    recording = Recording(names, 16, POLICY, 4)
-    for layer, row in enumerate(masses):
-        for place, mass in enumerate(row):
-            if mass is not None:
-                figures = {"mass": mass, "mass_best": 0.9, "mass_chance": 0.1}
-                recording.add(
-                    layer,
-                    16 + 4 * place,
-                    np.array([figures.get(name, np.nan) for name in FIGURES]),
-                )
-    return recording
-
-
-def test_a_recording_averages_by_block_and_is_nan_where_unseen():
-    recording = recording_of([[0.2, None], [0.4, 0.6], [None, None]])
-    figures = np.array([0.8 if name == "mass" else 0.5 for name in FIGURES])
-    recording.add(0, 19, figures)
-    assert recording.blocks == [16, 20]
-    assert recording.queries == 4
-    np.testing.assert_allclose(
-        recording.figure("mass"), [[0.5, np.nan], [0.4, 0.6], [np.nan, np.nan]]
-    )
-
-
-def test_a_recording_as_json():
-    recording = recording_of([[0.25, None], [0.5, 0.75], [None, None]])
-    text = json.dumps(report.as_dict(recording), allow_nan=False)
-    assert text.count("null") >= 3
-    for part in (*recording.layers, *FIGURES, "0.25", "0.75", "16"):
-        assert part in text
-
-
-def test_by_layer_is_the_average_over_blocks():
-    means = report.by_layer(recording_of([[0.2, 0.4], [0.5, 0.7], [0.9, 0.9]]))
-    assert set(means) == set(FIGURES)
-    np.testing.assert_allclose(means["mass"], [0.3, 0.6, 0.9], atol=1e-6)
-
-
-def test_skill_is_0_by_chance_and_1_at_best():
-    means = report.by_layer(recording_of([[0.1, 0.1], [0.9, 0.9], [0.5, 0.5]]))
-    np.testing.assert_allclose(report.skill(means), [0, 1, 0.5], atol=1e-6)
-
-
-def test_suspects_are_below_healthy_and_the_worst_comes_first():
-    skills = [0.5, 1.0, report.HEALTHY + 0.01, -0.1, report.HEALTHY - 0.01]
-    masses = [[0.1 + 0.8 * skill] for skill in skills]
-    means = report.by_layer(recording_of(masses, layers=5))
-    assert report.suspects(means) == [3, 0, 4]
-
-
-def test_a_layer_that_was_not_seen_is_no_suspect():
-    means = report.by_layer(recording_of([[0.5], [None], [0.9]]))
-    assert report.suspects(means) == [0]
-
-
-@pytest.mark.parametrize(
-    ("names", "short"),
-    [
-        ([f"model.layers.{n}.self_attn" for n in (0, 7, 10)], ["0", "7", "10"]),
-        ([f"layers.{n}.attn" for n in (10, 11)], ["10", "11"]),
-        (["model.layers.0.attn_a", "model.layers.1.attn_b"], ["0.attn_a", "1.attn_b"]),
-    ],
-)
-def test_labels_are_what_names_do_not_share(names, short):
-    assert report.labels(names) == short
-
-
-@pytest.mark.parametrize(
-    "names", [["model.layers.7.self_attn"], ["mtp.attn", "model.layers.3.attn"]]
-)
-def test_labels_tell_layers_apart_whatever_their_names(names):
-    labels = report.labels(names)
-    assert len(set(labels)) == len(names)
-    assert all(label and label in name for label, name in zip(labels, names))
 
 
 def test_a_copy_made_inside_is_not_probed(one_model):

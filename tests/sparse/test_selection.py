@@ -1,19 +1,13 @@
-"""The guarantee, held against an oracle: examples, then properties.
-
-`HYPOTHESIS_PROFILE=explore` draws new examples on each run, and
-`HYPOTHESIS_PROFILE=explore pytest --hypothesis-seed=N` draws those of seed N.
-"""
+"""The selection, held against an oracle: examples, then properties."""
 
 import itertools
-import os
 import warnings
-from dataclasses import FrozenInstanceError, dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache
@@ -21,385 +15,23 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 import oracle
 from mlx_sinks import SinkPolicy
 from mlx_sinks.sparse.columns import forced_columns
-from mlx_sinks.sparse.selection import select_columns
-
-COMMON = dict(
-    deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+from mlx_sinks.sparse.selection import is_heard, listening, select_columns
+from strategies import (
+    DTYPES,
+    FINITE,
+    LARGEST,
+    Case,
+    cases,
+    causal,
+    examples,
+    fit_warnings,
+    row_sets,
+    select,
+    to_mlx,
+    to_numpy,
+    unused_topk,
 )
-settings.register_profile("contract", derandomize=True, **COMMON)
-settings.register_profile("explore", derandomize=False, **COMMON)
-PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "contract"))
-
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-LARGEST = {"float32": 3.4028234663852886e38, "float16": 65504.0}
-LARGEST["bfloat16"] = 3.3895313892515355e38
-
-
-def examples(n):
-    return settings(PROFILE, max_examples=n)
-
-
-# ---------------------------------------------------------------- building blocks
-
-
-def to_mlx(values, dtype="float32"):
-    return mx.array(np.asarray(values, dtype=np.float32)).astype(DTYPES[dtype])
-
-
-def to_numpy(array):
-    """float16 and bfloat16 values are all float32 values, so nothing is rounded."""
-    return np.array(array.astype(mx.float32))
-
-
-def build_scores(kind, seed, shape, dtype):
-    rng = np.random.default_rng(seed)
-    largest = LARGEST[dtype]
-    special = [np.nan, np.inf, -np.inf, largest, -largest, 0.0, -0.0, 1.0, -1.0]
-    if kind == "normal":
-        values = rng.standard_normal(shape)
-    elif kind == "distinct":
-        order = np.argsort(rng.random(shape), axis=-1)
-        values = order - shape[-1] // 2
-    elif kind == "ties":
-        values = rng.integers(-2, 3, shape)
-    elif kind == "special":
-        values = rng.choice(special, shape)
-    elif kind == "mixed":
-        values = np.where(
-            rng.random(shape) < 0.3,
-            rng.choice(special, shape),
-            rng.standard_normal(shape),
-        )
-    elif kind == "bits":
-        if dtype == "float32":
-            bits = rng.integers(0, 2**32, shape, dtype=np.uint32)
-        else:
-            bits = rng.integers(0, 2**16, shape, dtype=np.uint16)
-        return mx.array(bits).view(DTYPES[dtype])
-    else:
-        values = np.full(shape, {"nan": np.nan, "lowest": -np.inf, "top": np.inf}[kind])
-    return to_mlx(values, dtype)
-
-
-FINITE = ["normal", "distinct", "ties"]
-KINDS = [*FINITE, "special", "mixed", "bits", "nan", "lowest", "top"]
-
-
-def causal(L, T):
-    """What upstream builds for a KVCache, as (L, T)."""
-    return np.arange(T) <= np.arange(T - L, T)[:, None]
-
-
-def padded_causal(L, T, left, right=None):
-    """What upstream builds for a BatchKVCache, as (B, 1, L, T)."""
-    columns = np.arange(T)
-    mask = causal(L, T) & (columns >= np.reshape(left, (-1, 1, 1, 1)))
-    if right is not None:
-        mask = mask & (columns < T - np.reshape(right, (-1, 1, 1, 1)))
-    return mask
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call, small enough to be read in a failure."""
-
-    B: int
-    L: int
-    T: int
-    k: int
-    sinks: int
-    recency: int
-    dtype: str = "float32"
-    kind: str = "normal"
-    seed: int = 0
-    left: tuple | None = None
-    right: tuple | None = None
-    mask_kind: str = "none"
-    mask_shape: str = "B1LT"
-    density: float = 0.5
-
-    @property
-    def policy(self):
-        return SinkPolicy(sinks=self.sinks, recency=self.recency)
-
-    @property
-    def scores(self):
-        return build_scores(
-            self.kind, self.seed, (self.B, 1, self.L, self.T), self.dtype
-        )
-
-    @property
-    def left_padding(self):
-        return None if self.left is None else mx.array(self.left)
-
-    @property
-    def mask(self):
-        left = self.left or (0,) * self.B
-        if self.mask_kind == "none":
-            return None
-        if self.mask_kind == "causal":
-            return causal(self.L, self.T)
-        if self.mask_kind == "left":
-            return padded_causal(self.L, self.T, left)
-        if self.mask_kind == "left and right":
-            return padded_causal(self.L, self.T, left, self.right)
-        shape = {
-            "B1LT": (self.B, 1, self.L, self.T),
-            "11LT": (1, 1, self.L, self.T),
-            "B11T": (self.B, 1, 1, self.T),
-            "LT": (self.L, self.T),
-            "1T": (1, self.T),
-        }[self.mask_shape]
-        return np.random.default_rng(self.seed + 1).random(shape) < self.density
-
-    @property
-    def shown(self):
-        return oracle.shown_columns(self.B, self.L, self.T, self.mask)
-
-    @property
-    def forced(self):
-        recency = oracle.clamped_recency(self.sinks, self.recency, self.k)
-        return oracle.forced_columns(
-            self.sinks, recency, self.B, self.L, self.T, self.left, self.mask
-        )
-
-    @property
-    def ranks(self):
-        return oracle.rank(to_numpy(self.scores), self.dtype != "float32")
-
-    def arguments(self):
-        mask = None if self.mask is None else mx.array(self.mask)
-        return self.scores, self.k, self.policy, self.left_padding, mask
-
-    def faults(self, columns):
-        return oracle.selection_faults(
-            columns, self.ranks, self.k, self.forced, self.shown
-        )
-
-
-def select(scores, k, policy, left_padding=None, mask=None):
-    """The selection as NumPy, without the clamping's warning (tested by itself)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        columns = select_columns(scores, k, policy, left_padding, mask)
-    if columns is None:
-        return None
-    assert mx.issubdtype(columns.dtype, mx.integer)
-    return np.array(columns)
-
-
-def row_sets(columns):
-    return [[set(row.tolist()) for row in queries[0]] for queries in columns]
-
-
-@st.composite
-def paddings(draw, B, T):
-    """Ragged, and as large as the buffer now and then."""
-    return tuple(draw(st.lists(st.integers(0, T), min_size=B, max_size=B)))
-
-
-@st.composite
-def cases(draw, kinds=KINDS, sparse=True):
-    """`sparse`: T > k, so that there is something to select."""
-    T = draw(st.integers(2 if sparse else 1, 40))
-    B = draw(st.integers(1, 3))
-    L = draw(st.integers(1, min(6, T)))
-    k = draw(st.integers(1, T - 1 if sparse else T + 2))
-    mask_kind = draw(
-        st.sampled_from(["none", "causal", "left", "left and right", "random"])
-    )
-    return Case(
-        B=B,
-        L=L,
-        T=T,
-        k=k,
-        sinks=draw(st.integers(0, k - 1) | st.integers(0, min(4, k - 1))),
-        recency=draw(st.integers(0, 3) | st.integers(0, k + 3) | st.just(10**6)),
-        dtype=draw(st.sampled_from(list(DTYPES))),
-        kind=draw(st.sampled_from(kinds)),
-        seed=draw(st.integers(0, 2**32 - 1)),
-        left=draw(st.none() | paddings(B, T)),
-        right=draw(paddings(B, T)) if mask_kind == "left and right" else None,
-        mask_kind=mask_kind,
-        mask_shape=draw(st.sampled_from(["B1LT", "11LT", "B11T", "LT", "1T"]))
-        if mask_kind == "random"
-        else "B1LT",
-        density=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
-        if mask_kind == "random"
-        else 0.5,
-    )
-
-
-# ------------------------------------------------------------------------- policy
-
-
-def test_policy_defaults():
-    assert SinkPolicy() == SinkPolicy(sinks=4, recency=64)
-    assert SinkPolicy(0, 0) == SinkPolicy(sinks=0, recency=0)
-
-
-def test_policy_is_frozen_and_hashable():
-    policy = SinkPolicy()
-    with pytest.raises(FrozenInstanceError):
-        policy.sinks = 1
-    assert hash(policy) == hash(SinkPolicy())
-    assert replace(policy, sinks=1) == SinkPolicy(1, 64)
-
-
-@pytest.mark.parametrize("field", ["sinks", "recency"])
-@pytest.mark.parametrize(
-    "value", [-1, -(10**9), 1.5, 4.0, float("nan"), True, False, "4", "", None, [4]]
-)
-def test_policy_refuses_what_is_no_count(field, value):
-    with pytest.raises(ValueError, match=field):
-        SinkPolicy(**{field: value})
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**6))
-@examples(50)
-def test_policy_takes_every_count(sinks, recency):
-    policy = SinkPolicy(sinks, recency)
-    assert (policy.sinks, policy.recency) == (sinks, recency)
-
-
-# ---------------------------------------------------------------------------- fit
-
-# The warning comes once per (policy, index_topk) and process, so a test of it needs
-# an index_topk that nobody has used, on Hypothesis's replays as well.
-unused_topk = itertools.count(1_000_003)
-
-
-def fit_warnings(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = call()
-    return result, [w for w in caught if issubclass(w.category, UserWarning)]
-
-
-def test_fit_leaves_what_fits():
-    policy = SinkPolicy(4, 60)
-    fitted, caught = fit_warnings(lambda: policy.fit(64))
-    assert fitted == policy
-    assert caught == []
-
-
-@pytest.mark.parametrize("sinks, k", [(17, 17), (19, 17), (1, 1), (0, 0)])
-def test_fit_refuses_sinks_that_leave_no_slot(sinks, k):
-    with pytest.raises(ValueError) as error:
-        SinkPolicy(sinks, 0).fit(k)
-    assert str(sinks) in str(error.value) and str(k) in str(error.value)
-
-
-@given(st.integers(0, 100), st.integers(2, 100))
-@examples(100)
-def test_fit_clamps_recency_and_says_so_once(sinks, excess):
-    k = next(unused_topk)
-    policy = SinkPolicy(sinks, k - sinks + excess)
-    fitted, caught = fit_warnings(lambda: policy.fit(k))
-    assert fitted == SinkPolicy(sinks, k - sinks)
-    assert len(caught) == 1
-
-    equal = SinkPolicy(policy.sinks, policy.recency)
-    for again in (policy, equal):
-        fitted, caught = fit_warnings(partial(again.fit, k))
-        assert fitted == SinkPolicy(sinks, k - sinks)
-        assert caught == []
-
-    assert len(fit_warnings(lambda: policy.fit(next(unused_topk)))[1]) == 1
-    other = SinkPolicy(policy.sinks, policy.recency + 1)
-    assert len(fit_warnings(lambda: other.fit(k))[1]) == 1
-
-
-@given(st.integers(0, 80), st.integers(0, 80), st.integers(1, 80))
-@examples(200)
-def test_fit_in_general(sinks, recency, k):
-    policy = SinkPolicy(sinks, recency)
-    if sinks >= k:
-        with pytest.raises(ValueError):
-            policy.fit(k)
-        return
-    (fitted, again), _ = fit_warnings(lambda: (policy.fit(k), policy.fit(k)))
-    assert fitted == again == SinkPolicy(sinks, min(recency, k - sinks))
-    assert policy == SinkPolicy(sinks, recency)
-
-
-# ----------------------------------------------------------------- forced columns
-
-
-def forced(policy, L, T, left_padding=None, mask=None):
-    """The forced columns of each (sequence, query), as lists."""
-    if left_padding is not None:
-        left_padding = mx.array(left_padding)
-    if mask is not None:
-        mask = mx.array(mask)
-    found = forced_columns(policy, L, T, left_padding, mask)
-    assert found.dtype == mx.bool_
-    return [[np.flatnonzero(row).tolist() for row in seq[0]] for seq in np.array(found)]
-
-
-def test_forced_when_decoding():
-    assert forced(SinkPolicy(2, 3), 1, 10) == [[[0, 1, 7, 8, 9]]]
-
-
-def test_forced_when_prefilling():
-    assert forced(SinkPolicy(2, 2), 3, 8) == [
-        [[0, 1, 4, 5], [0, 1, 5, 6], [0, 1, 6, 7]]
-    ]
-
-
-def test_forced_never_looks_ahead():
-    assert forced(SinkPolicy(3, 2), 4, 4) == [[[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]]
-
-
-def test_forced_starts_at_the_first_real_column():
-    assert forced(SinkPolicy(2, 3), 1, 8, [0, 3, 6, 7, 8]) == [
-        [[0, 1, 5, 6, 7]],
-        [[3, 4, 5, 6, 7]],
-        [[6, 7]],
-        [[7]],
-        [[]],
-    ]
-
-
-def test_forced_is_empty_for_a_query_in_the_padding():
-    assert forced(SinkPolicy(2, 2), 4, 6, [4]) == [[[], [], [4], [4, 5]]]
-
-
-def test_forced_leaves_out_what_the_mask_hides():
-    mask = np.array([[0, 1, 1, 1, 1, 1, 0, 1]], dtype=bool)
-    assert forced(SinkPolicy(2, 3), 1, 8, mask=mask) == [[[1, 5, 7]]]
-
-
-def test_forced_of_no_policy_is_empty():
-    assert forced(SinkPolicy(0, 0), 2, 5) == [[[], []]]
-
-
-@pytest.mark.parametrize("dtype", [mx.int32, mx.int64, mx.uint32, mx.int16])
-def test_forced_takes_every_integer_padding(dtype):
-    padding = mx.array([0, 3, 6], dtype=dtype)
-    found = np.array(forced_columns(SinkPolicy(2, 4), 2, 6, padding))
-    assert (found == oracle.forced_columns(2, 4, 3, 2, 6, [0, 3, 6])).all()
-
-
-@pytest.mark.parametrize("huge", [10**6, 2**31 - 1, 2**40])
-def test_forced_of_a_huge_policy_is_everything_up_to_the_query(huge):
-    everything = [[[2, 3], [2, 3, 4]]]
-    assert forced(SinkPolicy(huge, 0), 2, 5, [2]) == everything
-    assert forced(SinkPolicy(0, huge), 2, 5, [2]) == everything
-
-
-@given(cases(sparse=False))
-@examples(300)
-def test_forced_equals_the_oracle(case):
-    _, _, policy, left_padding, mask = case.arguments()
-    found = forced_columns(policy, case.L, case.T, left_padding, mask)
-    assert found.dtype == mx.bool_
-    assert found.shape in {(1, 1, case.L, case.T), (case.B, 1, case.L, case.T)}
-    expected = oracle.forced_columns(
-        case.sinks, case.recency, case.B, case.L, case.T, case.left, case.mask
-    )
-    assert np.array_equal(np.broadcast_to(np.array(found), expected.shape), expected)
-
+from threads import lasting
 
 # ------------------------------------------------------------- selection, by hand
 
@@ -791,3 +423,58 @@ def test_the_oracle_sees_one_exchanged_column(case, random):
     assert case.faults(np.array(best)[None, None, None]) == []
     best[random.randrange(case.k)] = random.choice(rest)
     assert case.faults(np.array(best)[None, None, None]) != []
+
+
+# ------------------------------------------------------------- what may listen
+
+
+SCORES = mx.random.normal((2, 1, 3, 9), key=mx.random.key(0))
+
+
+def test_a_listener_gets_what_a_selection_chooses_from():
+    heard = []
+    padding, mask = mx.array([0, 2]), mx.ones((3, 9), mx.bool_)
+    with listening(lambda *chosen_from: heard.append(chosen_from)):
+        assert is_heard()
+        columns = select_columns(SCORES, 4, SinkPolicy(1, 2), padding, mask)
+        assert select_columns(SCORES, 9, SinkPolicy(2, 3)) is None
+        select_columns(SCORES, 8, SinkPolicy(0, 0))
+    assert not is_heard()
+    select_columns(SCORES, 4, SinkPolicy(1, 1))
+    first, second = heard
+    assert all(got is given for got, given in zip(first, (SCORES, padding, mask)))
+    assert second[0] is SCORES
+    assert second[1:] == (None, None)
+    unheard = select_columns(SCORES, 4, SinkPolicy(1, 2), padding, mask)
+    np.testing.assert_array_equal(np.array(columns), np.array(unheard))
+
+
+def test_a_listener_is_gone_after_an_exception():
+    with pytest.raises(ZeroDivisionError), listening(print):
+        raise ZeroDivisionError
+    assert not is_heard()
+
+
+def test_listening_blocks_nest():
+    outer, inner = [], []
+    with listening(lambda *_: outer.append(1)):
+        with listening(lambda *_: inner.append(1)):
+            select_columns(SCORES, 4, SinkPolicy(1, 1))
+        assert len(inner) == 1
+        heard = len(outer)
+        select_columns(SCORES, 4, SinkPolicy(1, 1))
+    assert len(outer) == heard + 1
+    assert len(inner) == 1
+
+
+def test_listening_is_the_threads_own():
+    heard = []
+
+    def elsewhere():
+        select_columns(SCORES, 4, SinkPolicy(1, 1))
+        return is_heard()
+
+    with listening(lambda *_: heard.append(1)):
+        assert not lasting(elsewhere).result(60)
+        assert is_heard()
+    assert heard == []

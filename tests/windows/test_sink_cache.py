@@ -714,30 +714,23 @@ def test_ragged_batches_of_any_history():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-@pytest.mark.parametrize("lengths", [[3, 40, 12], [16, 16, 16], [0, 1, 30]])
-def test_empty_batches_are_filled_with_right_padding(lengths, chunk, mode):
+@pytest.mark.parametrize(
+    ("left", "lengths"),
+    [
+        (left, lengths)
+        for left, more in ((False, ([16, 16, 16], [0, 1, 30])), (True, ([1, 2, 30],)))
+        for lengths in ([3, 40, 12], [20, 17, 16], *more)
+    ],
+)
+def test_empty_batches_are_filled_with_padding(left, lengths, chunk, mode):
     rope = rope_of(mode)
     batch = SinkCache.merge([make_cache(16, 4, rope) for _ in lengths])
     rows = [[stream(seed, 100), 0] for seed in range(3)]
-    check_rows(batch, rows, lengths, 16, 4, chunk, rope)
-    check_rows(batch, rows, [7, 1, 20], 16, 4, chunk, rope)
+    check_rows(batch, rows, lengths, 16, 4, chunk, rope, left=left)
     for _ in range(5):
         check_rows(batch, rows, [1, 1, 1], 16, 4, rope=rope)
-    for i, row in enumerate(rows):
-        check_alone(batch.extract(i), row, [4, 1, 18], 16, 4, rope)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-@pytest.mark.parametrize("lengths", [[3, 40, 12], [1, 2, 30], [20, 17, 16]])
-def test_empty_batches_are_filled_with_left_padding(lengths, chunk, mode):
-    rope = rope_of(mode)
-    batch = SinkCache.merge([make_cache(16, 4, rope) for _ in lengths])
-    rows = [[stream(seed, 100), 0] for seed in range(3)]
-    check_rows(batch, rows, lengths, 16, 4, chunk, rope, left=True)
-    for _ in range(5):
-        check_rows(batch, rows, [1, 1, 1], 16, 4, rope=rope)
-    check_rows(batch, rows, [2, 9, 20], 16, 4, chunk, rope)
+    check_rows(batch, rows, [7, 9, 20], 16, 4, chunk, rope)
+    check_rows(batch, rows, [1, 1, 1], 16, 4, rope=rope)
     for i, row in enumerate(rows):
         check_alone(batch.extract(i), row, [4, 1, 18], 16, 4, rope)
 
