@@ -1,10 +1,9 @@
-"""Selections that hypothesis draws, and arrays between NumPy and MLX.
+"""Calls of the selection, drawn by Hypothesis, and what an oracle says of each.
 
 `HYPOTHESIS_PROFILE=explore` draws new examples on each run, and
 `HYPOTHESIS_PROFILE=explore pytest --hypothesis-seed=N` draws those of seed N.
 """
 
-import itertools
 import os
 import warnings
 from dataclasses import dataclass
@@ -32,9 +31,6 @@ LARGEST["bfloat16"] = 3.3895313892515355e38
 
 def examples(n):
     return settings(PROFILE, max_examples=n)
-
-
-# ---------------------------------------------------------------- building blocks
 
 
 def to_mlx(values, dtype="float32"):
@@ -223,15 +219,3 @@ def cases(draw, kinds=KINDS, sparse=True):
         if mask_kind == "random"
         else 0.5,
     )
-
-
-# The warning comes once per (policy, index_topk) and process, so a test of it needs
-# an index_topk that nobody has used, on Hypothesis's replays as well.
-unused_topk = itertools.count(1_000_003)
-
-
-def fit_warnings(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = call()
-    return result, [w for w in caught if issubclass(w.category, UserWarning)]

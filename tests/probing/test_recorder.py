@@ -12,16 +12,16 @@ from mlx_lm.models import deepseek_v32
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, make_prompt_cache
 
+import dense_oracle
 import mlx_sinks
 import processes
+import reference
 import several_machines
 import small_models
 from mlx_sinks import ProbeError, Recording, SinkPolicy
 from mlx_sinks.patches import registry
 from mlx_sinks.probing.coverage import FIGURES
-from mlx_sinks.probing.replay import dense_attention
 from mlx_sinks.sparse.selection import is_heard
-from mlx_sinks.upstream.kernel import calls_kernel
 
 UPSTREAM = deepseek_v32.Indexer.__call__
 TOPK, POLICY = small_models.INDEX_TOPK, SinkPolicy(2, 3)
@@ -46,11 +46,6 @@ def model(request, make):
 def one_model(make):
     """Where the kind doesn't matter."""
     return make(seed=3)
-
-
-@pytest.fixture(scope="module")
-def tiny_llama():
-    return small_models.make_llama()
 
 
 def prompt(seed, length):
@@ -85,6 +80,13 @@ def generated(model, tokens, count=12, **options):
     return [token for token, _ in steps]
 
 
+def recorded(model, *texts, chunk=None, **options):
+    with mlx_sinks.probe(model, POLICY, **options) as recording:
+        for tokens in texts:
+            feed(model, tokens, chunk)
+    return recording
+
+
 def attention_modules(model):
     return [layer.self_attn for layer in model.layers]
 
@@ -112,71 +114,6 @@ def looked_at(monkeypatch):
 
 
 # ---------------------------------------------------------------- the oracle
-
-
-def linear(layer, x):
-    return x @ np.array(layer.weight, np.float64).T
-
-
-def rms_norm(norm, x):
-    scale = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
-    return x / scale * np.array(norm.weight, np.float64)
-
-
-def layer_norm(norm, x):
-    x = x - x.mean(axis=-1, keepdims=True)
-    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
-    return x * np.array(norm.weight, np.float64) + np.array(norm.bias, np.float64)
-
-
-def rotated(rope, x, positions):
-    """(H, L, D), each of the L rows at its position."""
-    rows = [
-        rope(mx.array(x[None, :, i : i + 1], mx.float32), int(p))
-        for i, p in enumerate(positions)
-    ]
-    return np.array(mx.concatenate(rows, axis=2)[0]).astype(np.float64)
-
-
-def softmax(x):
-    x = np.exp(x - x.max(axis=-1, keepdims=True))
-    return x / x.sum(axis=-1, keepdims=True)
-
-
-def mla_attention(attention, x, shown):
-    """(H, L, T) weights of every token of one sequence, from hidden states (L, D)."""
-    L, H = len(x), attention.num_heads
-    nope, positions = attention.qk_nope_head_dim, np.arange(L)
-    queries = rms_norm(attention.q_a_layernorm, linear(attention.q_a_proj, x))
-    queries = linear(attention.q_b_proj, queries).reshape(L, H, -1).transpose(1, 0, 2)
-    query_pe = rotated(attention.rope, queries[..., nope:], positions)
-    compressed = linear(attention.kv_a_proj_with_mqa, x)
-    rank = attention.kv_lora_rank
-    latent = rms_norm(attention.kv_a_layernorm, compressed[:, :rank])
-    key_pe = rotated(attention.rope, compressed[None, :, rank:], positions)
-    up = np.array(attention.embed_q.weight, np.float64)  # (H, rank, nope)
-    scores = np.zeros((H, L, L))
-    for h in range(H):
-        scores[h] = queries[h, :, :nope] @ (latent @ up[h]).T
-        scores[h] += query_pe[h] @ key_pe[0].T
-    head_dim = nope + attention.qk_rope_head_dim
-    return softmax(np.where(shown, scores * head_dim**-0.5, -np.inf))
-
-
-def index_scores(attention, x):
-    """(L, T) of the lightning indexer: rectified products, weighted, added."""
-    indexer, L = attention.indexer, len(x)
-    H, positions = indexer.n_heads, np.arange(L)
-    compressed = rms_norm(attention.q_a_layernorm, linear(attention.q_a_proj, x))
-    queries = linear(indexer.wq_b, compressed).reshape(L, H, -1).transpose(1, 0, 2)
-    keys = layer_norm(indexer.k_norm, linear(indexer.wk, x))
-    queries = rotated(indexer.rope, queries, positions)
-    keys = rotated(indexer.rope, keys[None], positions)[0]
-    weights = linear(indexer.weights_proj, x) * (H * indexer.head_dim) ** -0.5
-    scores = np.zeros((L, L))
-    for h in range(H):
-        scores += np.maximum(queries[h] @ keys.T, 0) * weights[:, h : h + 1]
-    return scores
 
 
 def hidden_states(model, tokens):
@@ -215,67 +152,6 @@ def expected_figures(scores, weight, policy):
         "mass_best": sum(sorted(weight)[-TOPK:]),
         "mass_chance": TOPK / T,
     }
-
-
-# ---------------------------------------------------------------- dense attention
-
-
-def filled_cache(model, states, mask):
-    cache = make_prompt_cache(model)[0]
-    mx.eval(attention_modules(model)[0](states[None], mask, cache))
-    L = states.shape[0]
-    return cache[0].keys[..., :L, :], cache[0].values[..., :L, :]
-
-
-@pytest.mark.parametrize("queries", [[29], [3, 17, 8, 29], list(range(30))])
-def test_dense_attention_is_the_layers_own_arithmetic(model, queries):
-    attention = attention_modules(model)[0]
-    states = mx.random.normal((30, 64), key=mx.random.key(1))
-    shown = np.array(create_causal_mask(30))
-    shown[:, 5] = False
-    shown[5, 5] = True
-    expected = mla_attention(attention, np.array(states, np.float64), shown)
-    keys, values = filled_cache(model, states, mx.array(shown))
-    rows = mx.array(queries)
-    weights = dense_attention(
-        type(attention).__call__,
-        attention,
-        states[rows],
-        mx.array(shown)[rows],
-        rows,
-        keys,
-        values,
-    )
-    assert weights.shape == (len(queries), 4, 30)
-    assert weights.dtype == mx.float32
-    weights = np.array(weights)
-    np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-5)
-    np.testing.assert_allclose(weights, expected.swapaxes(0, 1)[queries], atol=1e-5)
-
-
-def test_dense_attention_touches_nothing(one_model):
-    attention = attention_modules(one_model)[0]
-    states = mx.random.normal((30, 64), key=mx.random.key(1))
-    mask = create_causal_mask(30)
-    keys, values = filled_cache(one_model, states, mask)
-    before = [np.array(array) for array in (keys, values)]
-    module = dict(attention), type(attention), dict(vars(attention))
-    kernel = deepseek_v32.scaled_dot_product_attention
-    forward = type(attention).__call__
-    dense_attention(
-        forward, attention, states[-2:], mask[-2:], mx.array([28, 29]), keys, values
-    )
-    assert (dict(attention), type(attention), dict(vars(attention))) == module
-    assert deepseek_v32.scaled_dot_product_attention is kernel
-    for array, copy in zip((keys, values), before):
-        np.testing.assert_array_equal(np.array(array), copy)
-
-
-def test_what_can_be_replayed(one_model, tiny_llama):
-    assert calls_kernel(type(attention_modules(one_model)[0]).__call__)
-    assert not calls_kernel(type(tiny_llama.model.norm).__call__)
-    assert not calls_kernel(UPSTREAM)
-    assert not calls_kernel(len)
 
 
 # ---------------------------------------------------------------- nothing is disturbed
@@ -359,8 +235,7 @@ def test_everything_is_as_it_was_afterwards(model, ends):
 def test_a_call_that_fails_leaves_the_probe_listening(one_model):
     """And the thread not: the failed call's listener is gone."""
     tokens = prompt(0, 40)
-    with mlx_sinks.probe(one_model, POLICY) as expected:
-        feed(one_model, tokens)
+    expected = recorded(one_model, tokens)
     with mlx_sinks.probe(one_model, POLICY) as recording:
         broken = [CacheList(KVCache(), None) for _ in one_model.layers]
         with pytest.raises(AttributeError):  # after the selection
@@ -403,19 +278,20 @@ def test_reached_patches_with_nothing_to_force(one_model):
 
 
 def test_every_position_against_the_oracle(model):
-    tokens = prompt(5, 60)
+    tokens, config, causal = prompt(5, 60), dense_oracle.facts(model), np.tri(60) > 0
     expected = {}
+    for layer in model.layers:
+        # mlx-lm has 1e-5 here.
+        layer.self_attn.indexer.k_norm.eps = reference.INNER_EPS
     inputs = hidden_states(model, tokens)
-    causal = np.tril(np.ones((60, 60), bool))
     for number, (attention, x) in enumerate(zip(attention_modules(model), inputs)):
-        weights = mla_attention(attention, x, causal).mean(axis=0)
-        scores = index_scores(attention, x)
+        weights = dense_oracle.attention(attention, config, x, causal).mean(axis=0)
+        scores = dense_oracle.index_scores(attention, config, x)
         for p in range(TOPK, 60):
             expected[number, p] = expected_figures(
                 scores[p, : p + 1], weights[p, : p + 1], POLICY
             )
-    with mlx_sinks.probe(model, POLICY, block=1, queries=1) as recording:
-        feed(model, tokens)
+    recording = recorded(model, tokens, block=1, queries=1)
     assert recording.blocks == list(range(TOPK, 60))
     assert recording.queries == len(expected)
     known = [key for key, figures in expected.items() if figures]
@@ -432,25 +308,14 @@ def test_every_position_against_the_oracle(model):
         )
 
 
-@pytest.mark.parametrize("chunk", [1, 5])
-def test_the_cut_into_calls_does_not_matter(model, chunk):
-    tokens = prompt(1, 60)
-    with mlx_sinks.probe(model, POLICY, block=8, queries=3) as whole:
-        feed(model, tokens)
-    with mlx_sinks.probe(model, POLICY, block=8, queries=3) as cut:
-        feed(model, tokens, chunk)
-    same_figures(cut, whole)
-
-
-def test_a_sequence_after_another_is_looked_at_by_itself(one_model):
-    """Token by token: what an earlier sequence chose from is no longer of interest."""
-    first, second = prompt(1, 57), prompt(2, 40)
-    with mlx_sinks.probe(one_model, POLICY, block=8, queries=3) as whole:
-        feed(one_model, first)
-        feed(one_model, second)
-    with mlx_sinks.probe(one_model, POLICY, block=8, queries=3) as cut:
-        feed(one_model, first, 1)
-        feed(one_model, second, 1)
+@pytest.mark.parametrize(("lengths", "chunk"), [([60], 1), ([60], 5), ([57, 40], 1)])
+def test_the_cut_into_calls_does_not_matter(model, lengths, chunk):
+    """What an earlier sequence chose from is no longer of interest."""
+    texts = [prompt(seed, length) for seed, length in enumerate(lengths, 1)]
+    whole, cut = (
+        recorded(model, *texts, chunk=size, block=8, queries=3)
+        for size in (None, chunk)
+    )
     same_figures(cut, whole)
 
 
@@ -458,9 +323,7 @@ def test_a_sequence_after_another_is_looked_at_by_itself(one_model):
 def test_a_left_padded_batch_is_its_sequences(model, chunk):
     """One much shorter, and one that never leaves anything out."""
     prompts = [prompt(seed, n) for seed, n in enumerate((60, 37, 21, TOPK))]
-    with mlx_sinks.probe(model, POLICY, block=8, queries=3) as alone:
-        for tokens in prompts:
-            feed(model, tokens)
+    alone = recorded(model, *prompts, block=8, queries=3)
     with mlx_sinks.probe(model, POLICY, block=8, queries=3) as together:
         feed_together(model, prompts, chunk)
     same_figures(together, alone)
@@ -470,8 +333,7 @@ def test_generated_tokens_are_looked_at_as_prompts_are(model):
     p = prompt(2, 20)
     with mlx_sinks.probe(model, POLICY, block=4, queries=4) as as_generated:
         answer = generated(model, p, 21)
-    with mlx_sinks.probe(model, POLICY, block=4, queries=4) as as_prompt:
-        feed(model, p + answer[:-1])
+    as_prompt = recorded(model, p + answer[:-1], block=4, queries=4)
     assert as_prompt.blocks == [16, 20, 24, 28, 32, 36]
     for name in FIGURES:
         np.testing.assert_allclose(
@@ -485,13 +347,9 @@ def test_generated_tokens_are_looked_at_as_prompts_are(model):
 def test_the_guarantee_in_force_does_not_change_what_the_scores_alone_choose(one_model):
     """In the first layer, which sees the same hidden states under any policy."""
     tokens = prompt(3, 60)
-    with mlx_sinks.probe(one_model, POLICY, block=8) as stock:
-        feed(one_model, tokens)
-    with (
-        mlx_sinks.patched(SinkPolicy(4, 8)),
-        mlx_sinks.probe(one_model, POLICY, block=8) as forced,
-    ):
-        feed(one_model, tokens)
+    stock = recorded(one_model, tokens, block=8)
+    with mlx_sinks.patched(SinkPolicy(4, 8)):
+        forced = recorded(one_model, tokens, block=8)
     for name in FIGURES:
         np.testing.assert_allclose(
             forced.figure(name)[0], stock.figure(name)[0], atol=1e-4
@@ -533,11 +391,9 @@ def test_evenly_spaced_queries(make, monkeypatch, block, queries):
 
 def test_a_block_is_the_average_of_its_queries(one_model, monkeypatch):
     tokens = prompt(4, 64)
-    with mlx_sinks.probe(one_model, POLICY, block=1, queries=1) as single:
-        feed(one_model, tokens)
+    single = recorded(one_model, tokens, block=1, queries=1)
     seen = looked_at(monkeypatch)
-    with mlx_sinks.probe(one_model, POLICY, block=16, queries=4) as blocks:
-        feed(one_model, tokens)
+    blocks = recorded(one_model, tokens, block=16, queries=4)
     for number in range(len(one_model.layers)):
         for place, start in enumerate(blocks.blocks):
             mine = [
@@ -576,8 +432,7 @@ def test_a_recording_knows_what_it_is_of(one_model):
 
 def test_a_call_without_a_cache_is_a_sequence_from_its_start_on(model):
     tokens = prompt(1, 40)
-    with mlx_sinks.probe(model, POLICY, block=8) as cached:
-        feed(model, tokens)
+    cached = recorded(model, tokens, block=8)
     expected = np.array(model(mx.array([tokens])))
     with mlx_sinks.probe(model, POLICY, block=8) as recording:
         np.testing.assert_array_equal(np.array(model(mx.array([tokens]))), expected)
@@ -588,18 +443,30 @@ def test_a_call_without_a_cache_is_a_sequence_from_its_start_on(model):
     "options", [dict(dtype=mx.bfloat16), dict(bits=4)], ids=["bfloat16", "4 bits"]
 )
 def test_other_weights(make, options):
-    model = make(**options)
-    with mlx_sinks.probe(model, POLICY, block=16, queries=4) as recording:
-        feed(model, prompt(0, 60))
+    recording = recorded(make(**options), prompt(0, 60), block=16, queries=4)
     figures = {name: recording.figure(name) for name in FIGURES}
     assert np.isfinite(list(figures.values())).all()
     assert (figures["mass"] <= figures["mass_best"] + 1e-5).all()
 
 
+def test_a_recording_averages_by_block_and_is_nan_where_unseen():
+    recording = Recording(["a", "b", "c"], 16, POLICY, 4)
+    added = [(0, 16, 0.2), (1, 16, 0.4), (1, 20, 0.6), (0, 19, 0.8)]
+    for layer, position, mass in added:
+        figures = [mass if name == "mass" else 0.5 for name in FIGURES]
+        recording.add(layer, position, np.array(figures))
+    assert recording.blocks == [16, 20]
+    assert recording.queries == 4
+    np.testing.assert_allclose(
+        recording.figure("mass"), [[0.5, np.nan], [0.4, 0.6], [np.nan, np.nan]]
+    )
+
+
 # ---------------------------------------------------------------- what is refused
 
 
-def test_a_model_that_selects_nowhere(tiny_llama):
+def test_a_model_that_selects_nowhere():
+    tiny_llama = small_models.make_llama()
     with (
         pytest.raises(ValueError, match="Model has no layer that mlx-sinks patches"),
         mlx_sinks.probe(tiny_llama, POLICY),
@@ -646,16 +513,13 @@ def test_a_policy_that_does_not_fit_the_model(one_model):
 
 def test_a_second_probe_on_a_model_is_refused_and_the_first_unharmed(one_model):
     tokens = prompt(0, 40)
-    with mlx_sinks.probe(one_model, POLICY) as expected:
-        feed(one_model, tokens)
+    expected = recorded(one_model, tokens)
     with mlx_sinks.probe(one_model, POLICY) as recording:
         with pytest.raises(ProbeError), mlx_sinks.probe(one_model, POLICY):
             pass
         feed(one_model, tokens)
     same_figures(recording, expected, close=0)
-    with mlx_sinks.probe(one_model, POLICY) as again:
-        feed(one_model, tokens)
-    same_figures(again, expected, close=0)
+    same_figures(recorded(one_model, tokens), expected, close=0)
 
 
 # ---------------------------------------------------------------- who hears whom
@@ -663,11 +527,8 @@ def test_a_second_probe_on_a_model_is_refused_and_the_first_unharmed(one_model):
 
 def test_two_probed_models_in_one_thread(make):
     models = [make(kind, seed=seed) for seed, kind in enumerate(small_models.KINDS)]
-    texts, alone = [prompt(0, 40), prompt(1, 60)], []
-    for model, tokens in zip(models, texts):
-        with mlx_sinks.probe(model, POLICY, block=8) as recording:
-            feed(model, tokens)
-        alone.append(recording)
+    texts = [prompt(0, 40), prompt(1, 60)]
+    alone = [recorded(*pair, block=8) for pair in zip(models, texts)]
     with (
         mlx_sinks.probe(models[0], POLICY, block=8) as first,
         mlx_sinks.probe(models[1], POLICY, block=8) as second,

@@ -1,4 +1,4 @@
-"""What a recording says: by layer and block, its skill, its suspects, its names."""
+"""What is said of a recording: by layer, by skill, as JSON."""
 
 import json
 
@@ -9,13 +9,11 @@ from mlx_sinks import Recording, SinkPolicy
 from mlx_sinks.probing import report
 from mlx_sinks.probing.coverage import FIGURES
 
-POLICY = SinkPolicy(2, 3)
-
 
 def recording_of(masses, layers=3):
     """One block a column; mass_best 0.9 and mass_chance 0.1 throughout."""
     names = [f"model.layers.{number}.self_attn" for number in range(layers)]
-    recording = Recording(names, 16, POLICY, 4)
+    recording = Recording(names, 16, SinkPolicy(2, 3), 4)
     for layer, row in enumerate(masses):
         for place, mass in enumerate(row):
             if mass is not None:
@@ -26,17 +24,6 @@ def recording_of(masses, layers=3):
                     np.array([figures.get(name, np.nan) for name in FIGURES]),
                 )
     return recording
-
-
-def test_a_recording_averages_by_block_and_is_nan_where_unseen():
-    recording = recording_of([[0.2, None], [0.4, 0.6], [None, None]])
-    figures = np.array([0.8 if name == "mass" else 0.5 for name in FIGURES])
-    recording.add(0, 19, figures)
-    assert recording.blocks == [16, 20]
-    assert recording.queries == 4
-    np.testing.assert_allclose(
-        recording.figure("mass"), [[0.5, np.nan], [0.4, 0.6], [np.nan, np.nan]]
-    )
 
 
 def test_a_recording_as_json():

@@ -1,4 +1,6 @@
-"""The guarantee itself: which columns are forced."""
+"""The forced columns, held against an oracle: examples, then properties."""
+
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -7,17 +9,14 @@ from hypothesis import given
 
 import oracle
 from mlx_sinks import SinkPolicy
-from mlx_sinks.sparse.columns import forced_columns
+from mlx_sinks.sparse.columns import columns_to_force, forced_columns
 from strategies import cases, examples
 
 
 def forced(policy, L, T, left_padding=None, mask=None):
     """The forced columns of each (sequence, query), as lists."""
-    if left_padding is not None:
-        left_padding = mx.array(left_padding)
-    if mask is not None:
-        mask = mx.array(mask)
-    found = forced_columns(policy, L, T, left_padding, mask)
+    arrays = (None if a is None else mx.array(a) for a in (left_padding, mask))
+    found = forced_columns(policy, L, T, *arrays)
     assert found.dtype == mx.bool_
     return [[np.flatnonzero(row).tolist() for row in seq[0]] for seq in np.array(found)]
 
@@ -84,3 +83,22 @@ def test_forced_equals_the_oracle(case):
         case.sinks, case.recency, case.B, case.L, case.T, case.left, case.mask
     )
     assert np.array_equal(np.broadcast_to(np.array(found), expected.shape), expected)
+
+
+@given(cases(sparse=False))
+@examples(20)
+def test_traced_forced_columns_equal_untraced(case):
+    _, _, policy, _, mask = case.arguments()
+    arrays = mx.array(case.left or (0,) * case.B), mask
+    if mask is None:
+        arrays = arrays[0], mx.array(case.shown)
+    call = partial(forced_columns, policy, case.L, case.T)
+    assert mx.array_equal(mx.compile(call)(*arrays), call(*arrays))
+
+
+def test_places_beyond_the_buffer_are_none():
+    """No cache makes them; gathered and scattered they would be anybody's memory."""
+    columns, _ = columns_to_force(SinkPolicy(3, 2), 1, 20, mx.array([-3]))
+    assert np.array(columns).min() >= 0
+    columns, _ = columns_to_force(SinkPolicy(3, 2), 9, 4)
+    assert np.array(columns).min() >= 0

@@ -184,17 +184,12 @@ def test_one_line_says_that_a_model_shares(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "facts",
-    [
-        {"indexer_types": ["shared", "full"]},
-        {"indexer_types": ["full"]},
-        {"indexer_types": ["full", "none"]},
-    ],
+    "kinds", [["shared", "full"], ["full"], ["full", "none"]], ids=str
 )
-def test_a_schedule_that_can_not_be_ends_with_a_sentence(facts):
+def test_a_schedule_that_can_not_be_ends_with_a_sentence(kinds):
     mlx_sinks.install()
     with pytest.raises(CheckpointError, match='MLX_SINKS="index_share=0"'):
-        small_models.make("glm_moe_dsa", **facts)
+        small_models.make("glm_moe_dsa", indexer_types=kinds)
 
 
 def test_a_model_outlives_the_patch(model):

@@ -46,11 +46,8 @@ def test_glm_52_in_both_forms():
     ],
 )
 def test_the_frequency_and_its_offset(freq, offset, expected):
-    config = {
-        "num_hidden_layers": 8,
-        "index_topk_freq": freq,
-        "index_skip_topk_offset": offset,
-    }
+    stated = {"index_topk_freq": freq, "index_skip_topk_offset": offset}
+    config = {"num_hidden_layers": 8, **stated}
     if expected and expected.startswith("S"):
         with pytest.raises(CheckpointError, match="first layer as shared"):
             indexer_schedule(config)
