@@ -17,6 +17,7 @@ from ._version import __version__
 from .policy import (
     ACCEPTED,
     PARSERS,
+    RECENCY,
     VARIABLE,
     PolicyError,
     Settings,
@@ -197,8 +198,10 @@ def _reading(options: argparse.Namespace) -> Reading:
 
 
 def _add_policy(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    for name, what in (("sinks", "first"), ("recency", "newest")):
-        default = getattr(SinkPolicy(), name)
+    for name, what, default in (
+        ("sinks", "first", SinkPolicy.sinks),
+        ("recency", "newest", f"{RECENCY}, at most half of index_topk"),
+    ):
         parser.add_argument(
             f"--{name}",
             metavar="N",

@@ -20,6 +20,8 @@ VARIABLE = "MLX_SINKS"
 ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128,rotating=0"'
 # How an indexer's scores are computed; the first is the default.
 SCORINGS = ("blocks", "upstream")
+# Recency that nobody asked for: docs/causes.md has the sweep.
+RECENCY = 128
 _ON = frozenset({"1", "on", "true", "yes"})
 OFF = frozenset({"", "0", "off", "false", "no"})
 _UNITS = {"": 1, "b": 1} | {
@@ -45,8 +47,9 @@ class SinkPolicy:
     sinks : int, default=4
         Number of columns kept from the first real token of each sequence on.
         Four as in the paper. Must stay below the model's ``index_topk``.
-    recency : int, default=64
-        Number of newest columns kept, the query's own included.
+    recency : int, optional
+        Number of newest columns kept, the query's own included; by default 128, but at
+        most half of the model's ``index_topk``.
     scoring : {"blocks", "upstream"}, default="blocks"
         How a learned indexer's scores are computed: by blocks of queries, heads summed
         in float32, or with upstream's own arithmetic, all at once, whose picks near the
@@ -67,26 +70,27 @@ class SinkPolicy:
     """
 
     sinks: int = 4
-    recency: int = 64
+    recency: int | None = None
     scoring: str = SCORINGS[0]
     score_memory: int | None = None
     kv_budget: int | None = None
 
     def __post_init__(self):
-        for name in ("sinks", "recency"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        object.__setattr__(self, "sinks", whole_number("sinks", self.sinks))
+        for name, least, of in (
+            ("recency", 0, "tokens"),
+            ("score_memory", 1, "bytes"),
+            ("kv_budget", 1, "rows"),
+        ):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(name, given, least, of))
         if self.scoring not in SCORINGS:
             known = " or ".join(SCORINGS)
             raise PolicyError(f"scoring must be {known}, not {self.scoring!r:.42}")
-        if self.score_memory is not None:
-            size = whole_number("score_memory", self.score_memory, 1, "bytes")
-            object.__setattr__(self, "score_memory", size)
-        if self.kv_budget is not None:
-            rows = whole_number("kv_budget", self.kv_budget, 1, "rows")
-            object.__setattr__(self, "kv_budget", rows)
 
     def __str__(self):
-        return f"{self.sinks} sinks + {self.recency} recent"
+        recency = f"up to {RECENCY}" if self.recency is None else self.recency
+        return f"{self.sinks} sinks + {recency} recent"
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> SinkPolicy | None:
@@ -104,9 +108,10 @@ class SinkPolicy:
         return Settings.from_env(environ).policy
 
     def fit(self, index_topk: int) -> SinkPolicy:
-        """This policy inside ``index_topk`` slots: sinks stay, recency is clamped.
+        """This policy inside ``index_topk`` slots, its recency a number that fits.
 
-        A clamp is said once for each policy and ``index_topk``.
+        Sinks stay. A number that was asked for and doesn't fit beside them is cut; that
+        is said once for each policy and ``index_topk``.
 
         Raises
         ------
@@ -176,7 +181,6 @@ class Settings:
             for field in fields(SinkPolicy)
             if (value := getattr(self.policy, field.name))
             != getattr(default, field.name)
-            or field.name in ("sinks", "recency")
         ]
         return ",".join([*given, *(f"{name}=0" for name in self.off)])
 
@@ -190,6 +194,8 @@ def _fit(policy: SinkPolicy, index_topk: int) -> SinkPolicy:
             f'in {VARIABLE}="sinks=N" or SinkPolicy(sinks=N)'
         )
     room = index_topk - policy.sinks
+    if policy.recency is None:
+        return replace(policy, recency=min(RECENCY, index_topk // 2, room))
     if policy.recency <= room:
         return policy
     warnings.warn(

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..patches.registry import QUIET_VARIABLE, patched, versions
-from ..policy import Settings, SinkPolicy
+from ..policy import VARIABLE, Settings, SinkPolicy
 from ..probing.command import observe
 from ..probing.reading import Reading
 from ..probing.report import by_layer, labels, skill, suspects
@@ -28,7 +28,7 @@ from .diagnosis import (
     Use,
     Verdict,
     command_of,
-    index_topk,
+    index_topk_of,
     of_checkpoint,
     of_installation,
     of_probe,
@@ -73,7 +73,7 @@ def run(
         "python": platform.python_version(),
         "device": str(mx.default_device()),
         "on": sorted(place.target for place in places if place.on),
-        "policy": settings.policy and str(settings.policy),
+        "policy": _policy(settings, checkpoint),
         "places": [{**asdict(place), "open": place.open} for place in places],
         "model": checkpoint and facts(checkpoint),
         "verdicts": [asdict(verdict) for verdict in verdicts],
@@ -87,6 +87,15 @@ def run(
     else:
         _show(result, places, verdicts, Console())
     return 2 if unseen else int(wrong)
+
+
+def _policy(settings: Settings, checkpoint: Checkpoint | None) -> str | None:
+    """What the shell asks to keep; of a model that selects, in its numbers."""
+    policy = settings.policy
+    if policy and checkpoint and checkpoint.selects:
+        index_topk = index_topk_of(checkpoint)
+        policy = policy.fit(index_topk) if policy.sinks < index_topk else policy
+    return policy and str(policy)
 
 
 def facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -110,7 +119,7 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "layers_with_indexer_weights": len(checkpoint.indexers()),
         "indexer_formats": checkpoint.indexer_formats(),
         "indexer_interleaves": indexer_interleaves(config),
-        "index_topk": index_topk(checkpoint),
+        "index_topk": index_topk_of(checkpoint),
     }
 
 
@@ -146,8 +155,10 @@ def _show(
     console: Console,
 ) -> None:
     console.print(
-        f"{result['versions']}, Python {result['python']}, {result['device']}",
+        f"{result['versions']}, Python {result['python']}, {result['device']}; "
+        f"{VARIABLE}: {result['policy'] or 'off'}",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(title="Places that are known to lose sinks")
     for heading in ("target", "stock", "with mlx-sinks", "in this shell"):

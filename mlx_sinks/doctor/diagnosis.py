@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_lm.models.deepseek_v32 import Indexer
 
-from ..policy import VARIABLE, Settings, SinkPolicy
+from ..policy import RECENCY, VARIABLE, Settings, SinkPolicy
 from ..sparse.schedule import (
     FULL,
     INTERLEAVES,
@@ -25,8 +25,6 @@ from .places import Place
 
 # Bits that the measurements of docs/causes.md go down to.
 FEWEST_BITS = 4
-# Tokens of recency that docs/causes.md measures for indexers known to be sick.
-WIDE_RECENCY = 128
 NOT_PROBED = "not probed"
 
 
@@ -245,7 +243,7 @@ def _formats(checkpoint: Checkpoint) -> Iterator[Verdict]:
 def _selection(
     checkpoint: Checkpoint, use: Use, settings: Settings, fix: str | None
 ) -> Iterator[Verdict]:
-    topk = index_topk(checkpoint)
+    topk = index_topk_of(checkpoint)
     if not _goes_past(checkpoint, use):
         yield Verdict(
             "dense",
@@ -295,10 +293,10 @@ def _too_many(sinks: int, limit: str) -> Verdict:
 def _goes_past(checkpoint: Checkpoint, use: Use) -> bool:
     """Whether it holds more tokens than a selection."""
     context = use.context or checkpoint.config.get("max_position_embeddings")
-    return context is None or context > index_topk(checkpoint)
+    return context is None or context > index_topk_of(checkpoint)
 
 
-def index_topk(checkpoint: Checkpoint) -> int:
+def index_topk_of(checkpoint: Checkpoint) -> int:
     """Columns of a selection, upstream's default where nothing is said."""
     return checkpoint.config.get("index_topk", 2048)
 
@@ -320,11 +318,12 @@ def _fix(place: Place, settings: Settings, command: str = "COMMAND") -> str:
 
 
 def _softened(settings: Settings, command: str) -> str:
-    """The command with a recency window that makes up for sick indexers."""
+    """The command with the guarantee, its recency not below the default."""
     settings = settings.switched_on("dsa")
-    recency = max(settings.policy.recency, WIDE_RECENCY)
-    policy = replace(settings.policy, recency=recency)
-    return _typed(replace(settings, policy=policy), command)
+    policy = settings.policy
+    if policy.recency is not None and policy.recency < RECENCY:
+        settings = replace(settings, policy=replace(policy, recency=None))
+    return _typed(settings, command)
 
 
 def _typed(settings: Settings, command: str) -> str:

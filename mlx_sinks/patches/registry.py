@@ -145,7 +145,7 @@ def patched(
         yield _ask(owner, policy, targets)
 
 
-def apply(model: Any, policy: SinkPolicy | None) -> int:
+def apply(model: Any, policy: SinkPolicy | None = None) -> int:
     """Give one model a policy of its own, which comes before any installed one.
 
     Works without ``install`` too: other models then keep running upstream's own code.
@@ -156,8 +156,8 @@ def apply(model: Any, policy: SinkPolicy | None) -> int:
     ----------
     model : mlx.nn.Module
         A loaded model.
-    policy : SinkPolicy or None
-        What this model keeps; ``None`` takes its own policy away again.
+    policy : SinkPolicy, optional
+        What this model keeps; by default ``SinkPolicy()``.
 
     Returns
     -------
@@ -172,6 +172,33 @@ def apply(model: Any, policy: SinkPolicy | None) -> int:
         As from ``install``.
     """
     check_policy(policy)
+    return _give(model, policy or SinkPolicy())
+
+
+def unapply(model: Any) -> int:
+    """Take a model's own policy away: an installed one, or none, counts again.
+
+    Parameters
+    ----------
+    model : mlx.nn.Module
+        A model that ``apply`` was called with; any other that a patch reaches is left
+        as it is.
+
+    Returns
+    -------
+    int
+        Number of parts reached.
+
+    Raises
+    ------
+    ValueError
+        The model has no part that a patch reaches.
+    """
+    return _give(model, None)
+
+
+def _give(model: Any, policy: SinkPolicy | None) -> int:
+    """Have each part of a model keep a policy of its own, or none."""
     with _lock:
         parts = _parts(model)
         if policy is not None:

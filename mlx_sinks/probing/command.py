@@ -17,8 +17,9 @@ from ..patches.registry import versions
 from ..policy import SinkPolicy
 from ..upstream.loading import load_model
 from .reading import Reading
-from .recorder import Recording, probe
-from .report import as_dict, draw, show
+from .recorder import probe
+from .recording import Recording
+from .report import as_dict, show
 
 
 def run(
@@ -39,7 +40,8 @@ def run(
     if out:
         (out / "probe.json").write_text(written)
         try:
-            draw(seen, out / "probe.png", f"{reading.model}, {seen.policy}")
+            picture = seen.plot(f"{reading.model}, {seen.policy}")
+            picture.savefig(out / "probe.png", dpi=120)
         except ImportError:
             errors.print(
                 "mlx-sinks: no matplotlib, so no picture: "

@@ -8,7 +8,7 @@ from ..policy import SinkPolicy
 from ..sparse.columns import forced_columns
 from ..sparse.selection import select_columns
 
-FIGURES = (
+METRICS = (
     "sinks_kept",
     "recency_kept",
     "mass",
@@ -46,7 +46,7 @@ def row_coverage(
     Returns
     -------
     mx.array of float32, shape (6,)
-        ``FIGURES``: the share of the sinks and of the recency window, as they fit in
+        ``METRICS``: the share of the sinks and of the recency window, as they fit in
         ``index_topk``, in the selection by scores alone; then the share of dense
         attention, averaged over heads, on that selection, on the one with the
         guarantee, on the ``index_topk`` columns that attention itself weighs most,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -18,73 +17,12 @@ from ..policy import SinkPolicy
 from ..sparse.selection import listening
 from ..upstream.hooks import hooked, subclass
 from ..upstream.kernel import KERNEL, calls_kernel
-from .coverage import FIGURES, row_coverage
+from .coverage import row_coverage
+from .recording import ProbeError, Recording
 from .replay import dense_attention
 
 # Queries whose attention is held at the same time, all heads by all columns.
 AT_ONCE = 8
-
-
-class ProbeError(ValueError):
-    """A model whose selections can't be observed."""
-
-
-@dataclass
-class Recording:
-    """What the selections of each layer kept, by block of positions.
-
-    Grows while the probe listens; can be read at any time.
-
-    Parameters
-    ----------
-    layers : list of str
-        Names of the attention modules that select, in the order of the model.
-    index_topk : int
-        Columns that a selection has; positions before it select nothing.
-    policy : SinkPolicy
-        What counts as a sink and as recent, and what the guarantee would keep.
-    block : int
-        Positions of a block.
-    """
-
-    layers: list[str]
-    index_topk: int
-    policy: SinkPolicy
-    block: int
-    _sums: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, repr=False)
-    _counts: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
-
-    @property
-    def blocks(self) -> list[int]:
-        """First position of each block in which a query was looked at."""
-        return sorted({block * self.block for _, block in self._sums})
-
-    @property
-    def queries(self) -> int:
-        """Number of queries looked at, in all layers together."""
-        return sum(self._counts.values())
-
-    def figure(self, name: str) -> np.ndarray:
-        """One of ``FIGURES`` as an array of shape (layers, blocks), NaN where unseen.
-
-        ``sinks_kept`` and ``recency_kept`` are shares of what the policy would force,
-        found in the selection by scores alone. ``mass``, ``mass_guaranteed``,
-        ``mass_best`` and ``mass_chance`` are shares of dense attention, averaged over
-        heads: on that selection, on the one with the guarantee, on the columns that
-        attention itself weighs most, and on columns picked blindly.
-        """
-        column, blocks = FIGURES.index(name), self.blocks
-        means = np.full((len(self.layers), len(blocks)), np.nan)
-        for (layer, block), sums in self._sums.items():
-            place = blocks.index(block * self.block)
-            means[layer, place] = sums[column] / self._counts[layer, block]
-        return means
-
-    def add(self, layer: int, position: int, figures: np.ndarray) -> None:
-        """One query's ``FIGURES``."""
-        place = layer, position // self.block
-        self._sums[place] = self._sums.get(place, 0) + figures
-        self._counts[place] = self._counts.get(place, 0) + 1
 
 
 @contextmanager
@@ -101,7 +39,7 @@ def probe(
 
         with mlx_sinks.probe(model) as recording:
             model(tokens, cache=make_prompt_cache(model))
-        recording.figure("mass").mean(axis=1)  # by layer
+        recording.metric("mass").mean(axis=1)  # by layer
 
     The model runs as it would without: with the policy that is in force, or upstream's
     own selection, of which this is the same set. Every look is evaluated at once, so it
@@ -118,7 +56,7 @@ def probe(
     policy : SinkPolicy, optional
         What the guarantee would keep; by default ``SinkPolicy()``.
     block : int, default=256
-        Positions that are averaged into one figure.
+        Positions that are averaged into one value.
     queries : int, default=8
         Queries of a block to look at, evenly spaced; at most ``block``.
 
@@ -155,7 +93,7 @@ def probe(
                 "already"
             )
         index_topk = next(iter(attentions.values())).indexer.index_topk
-        policy.fit(index_topk)
+        policy = policy.fit(index_topk)
         recording = Recording([*attentions], index_topk, policy, block)
         observer = _Observer(recording, queries, {id(part) for part in choosers})
         observed = [
@@ -214,7 +152,7 @@ class _Observer:
         x: mx.array,
         cache: Any,
     ) -> None:
-        """Add the figures of this call's queries to the recording."""
+        """Add the metrics of this call's queries to the recording."""
         scores, left_padding, mask = self.heard
         B, _, L, T = scores.shape
         shown = mx.broadcast_to(True if mask is None else mask, (B, 1, L, T))
@@ -229,7 +167,7 @@ class _Observer:
                 visible = shown[b, 0, rows] & (mx.arange(T) <= columns[:, None])
                 visible &= mx.arange(T) >= first
                 attended = dense(x[b, rows], visible, columns - first, keys, values)
-                figures = [
+                metrics = [
                     row_coverage(
                         scores[b : b + 1, :, i : i + 1, : T - L + i + 1],
                         attended[n, :, : T - L + i + 1],
@@ -240,7 +178,7 @@ class _Observer:
                     )
                     for n, i in enumerate(rows)
                 ]
-                for i, row in zip(rows, np.array(mx.stack(figures))):
+                for i, row in zip(rows, np.array(mx.stack(metrics))):
                     self.recording.add(number, T - L + i - first, row)
 
     def chosen(self, position: int) -> bool:

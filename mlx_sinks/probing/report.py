@@ -1,29 +1,19 @@
-"""What a probe saw, for a terminal, a script and a picture."""
+"""What a probe saw, for a terminal and a script."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from .coverage import FIGURES
-from .recorder import Recording
+from .coverage import METRICS
+from .recording import HEADINGS, Recording
 
 # Skill below which a layer is named: docs/causes.md has the figures of trained, damaged
 # and random indexers.
 HEALTHY = 0.75
-
-HEADINGS = {
-    "mass": "mass covered",
-    "mass_guaranteed": "with the guarantee",
-    "mass_best": "at best",
-    "mass_chance": "by chance",
-    "sinks_kept": "sinks kept",
-    "recency_kept": "recency kept",
-}
 
 
 def as_dict(recording: Recording) -> dict[str, Any]:
@@ -39,17 +29,17 @@ def as_dict(recording: Recording) -> dict[str, Any]:
         "skill": _plain(skill(means)),
         "by_layer": {name: _plain(values) for name, values in means.items()},
         "by_layer_and_block": {
-            name: _plain(recording.figure(name)) for name in FIGURES
+            name: _plain(recording.metric(name)) for name in METRICS
         },
         "suspects": [recording.layers[number] for number in suspects(means)],
     }
 
 
 def by_layer(recording: Recording) -> dict[str, np.ndarray]:
-    """Each of ``FIGURES`` averaged over the blocks seen, shape (layers,), or NaN."""
+    """Each of ``METRICS`` averaged over the blocks seen, shape (layers,), or NaN."""
     return {
-        name: np.ma.masked_invalid(recording.figure(name)).mean(axis=1).filled(np.nan)
-        for name in FIGURES
+        name: np.ma.masked_invalid(recording.metric(name)).mean(axis=1).filled(np.nan)
+        for name in METRICS
     }
 
 
@@ -122,36 +112,6 @@ def show(recording: Recording, console: Console, worst: int = 5) -> None:
         else f"Every layer has a skill of at least {HEALTHY}"
     )
     console.print(f"{verdict}.", highlight=False)
-
-
-def draw(recording: Recording, path: Path, title: str) -> None:
-    """Heat maps, layers by position, as a PNG file.
-
-    Raises
-    ------
-    ImportError
-        matplotlib, of the extra ``plots``, isn't there.
-    """
-    from matplotlib.figure import Figure
-
-    panels = {k: v for k, v in HEADINGS.items() if k != "mass_chance"}
-    figure = Figure(figsize=(4 * len(panels), 5), layout="constrained")
-    figure.suptitle(title, parse_math=False)
-    all_axes = figure.subplots(1, len(panels), sharey=True)
-    for axes, (name, heading) in zip(all_axes, panels.items()):
-        axes.set_title(heading)
-        axes.set_xlabel("position")
-        image = axes.pcolormesh(
-            [*recording.blocks, recording.blocks[-1] + recording.block],
-            np.arange(len(recording.layers) + 1) - 0.5,
-            recording.figure(name),
-            vmin=0,
-            vmax=1,
-        )
-    all_axes[0].set_ylabel("layer")
-    all_axes[0].invert_yaxis()
-    figure.colorbar(image, ax=all_axes, label="share")
-    figure.savefig(path, dpi=120)
 
 
 def _plain(values: np.ndarray) -> list:

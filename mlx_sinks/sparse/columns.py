@@ -26,7 +26,7 @@ def forced_columns(
     Parameters
     ----------
     policy : SinkPolicy
-        Counts of columns.
+        Counts of columns, as ``fit`` returns them.
     L, T : int
         New queries, and keys in the buffer with the new ones appended.
     left_padding : mx.array, shape (B,), optional
@@ -58,7 +58,7 @@ def columns_to_force(
     Parameters
     ----------
     policy : SinkPolicy
-        Counts of columns, at most T together.
+        Counts of columns, as ``fit`` returns them, at most T together.
     L, T, left_padding
         As for ``forced_columns``.
     rows : slice

@@ -1,0 +1,25 @@
+# The public names. Each is imported from here on first use; type checkers read this.
+from ._version import __version__ as __version__
+from .budgets.compact_cache import BatchCompactCache as BatchCompactCache
+from .budgets.compact_cache import CompactCache as CompactCache
+from .budgets.compaction import CompactPromptCache as CompactPromptCache
+from .budgets.compaction import compact_prompt_cache as compact_prompt_cache
+from .budgets.snapkv import SnapKV as SnapKV
+from .budgets.snapkv import snapkv_keep_columns as snapkv_keep_columns
+from .budgets.snapkv import snapkv_keep_indices as snapkv_keep_indices
+from .patches.patch import PatchError as PatchError
+from .patches.registry import PatchReport as PatchReport
+from .patches.registry import apply as apply
+from .patches.registry import install as install
+from .patches.registry import patched as patched
+from .patches.registry import unapply as unapply
+from .patches.registry import uninstall as uninstall
+from .policy import PolicyError as PolicyError
+from .policy import SinkPolicy as SinkPolicy
+from .probing.recorder import probe as probe
+from .probing.recording import ProbeError as ProbeError
+from .probing.recording import Recording as Recording
+from .sparse.schedule import CheckpointError as CheckpointError
+from .windows.prompt_cache import make_sink_cache as make_sink_cache
+from .windows.sink_cache import BatchSinkCache as BatchSinkCache
+from .windows.sink_cache import SinkCache as SinkCache
