@@ -20,7 +20,7 @@ from .targets import TARGETS
 
 @functools.cache  # a virtual environment may process its .pth files twice
 def start() -> None:
-    """Watch for upstream packages; called at interpreter start with ``MLX_SINKS``."""
+    """Wait for upstream packages; called at interpreter start with ``MLX_SINKS``."""
     # A malformed value is said to programs that import upstream, and to no others.
     with contextlib.suppress(PolicyError):
         if Settings.from_env().policy is None:

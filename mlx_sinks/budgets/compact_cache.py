@@ -19,28 +19,28 @@ class _Sequence:
 
     Attributes
     ----------
-    fed : int
+    seen : int
         Tokens so far; padding on the left counts below zero.
     dropped : int
         How many of them have no row any more.
-    firm : int
+    fixed : int
         Number of first rows that no trim may reach: others come after a gap.
     window : QueryWindow
         The newest tokens' queries, as far as they were observed.
     """
 
-    fed: int = 0
+    seen: int = 0
     dropped: int = 0
-    firm: int = 0
+    fixed: int = 0
     window: QueryWindow = QueryWindow()
 
     @property
     def observed(self) -> bool:
-        return self.window.reaches(self.fed)
+        return self.window.reaches(self.seen)
 
     def trim(self, n: int) -> None:
-        self.fed -= n
-        self.window = self.window.trimmed(self.fed)
+        self.seen -= n
+        self.window = self.window.trimmed(self.seen)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Compact(OwnCache):
         """Append a step's rows, (B, H, L, D) each; all that are held."""
         steps = self._real(keys.shape[2])
         for sequence, step in zip(self._sequences, steps):
-            sequence.fed += step
+            sequence.seen += step
         fetched = self._rows.update_and_fetch(keys, values)
         if self._observation is not None:
             self._observation = Observation(self._observation.W, fetched, steps)
@@ -98,10 +98,10 @@ class _Compact(OwnCache):
         """Whether the queries of a sequence's newest tokens are known."""
         return any(sequence.observed for sequence in self._sequences)
 
-    def left_whole(self, method: SnapKV) -> str | None:
+    def why_skipped(self, method: SnapKV) -> str | None:
         """Why more is held than a method's budget; ``None`` where it isn't."""
-        rows = [(s.fed - s.dropped, s.fed) for s in self._sequences]
-        if all(method.covers(held, fed) for held, fed in rows):
+        rows = [(s.seen - s.dropped, s.seen) for s in self._sequences]
+        if all(method.covers(held, seen) for held, seen in rows):
             return None
         unseen = "the queries of its last tokens weren't observed"
         return self.attention.unfit or unseen
@@ -113,9 +113,9 @@ class _Compact(OwnCache):
             N, return_array=return_array, window_size=window_size
         )
 
-    def listen(self, window: int | None) -> None:
-        """Keep the last ``window`` queries from now on; ``None`` to stop."""
-        self._observation = None if window is None else Observation(window)
+    def keep_queries(self, window_size: int | None) -> None:
+        """Keep the last ``window_size`` queries from now on; ``None`` to stop."""
+        self._observation = None if window_size is None else Observation(window_size)
 
     def observe(
         self,
@@ -141,7 +141,7 @@ class _Compact(OwnCache):
         self._observation = Observation(step.W)
         if unfit is None:
             for sequence, new in zip(self._sequences, step.of_each(queries)):
-                sequence.window = sequence.window.after(new, sequence.fed, step.W)
+                sequence.window = sequence.window.after(new, sequence.seen, step.W)
 
     def is_trimmable(self) -> bool:
         return True
@@ -157,10 +157,10 @@ class _Compact(OwnCache):
         ValueError
             The tokens go back to where rows were dropped.
         """
-        n = max(0, min(n, max(sequence.fed for sequence in self._sequences)))
+        n = max(0, min(n, max(sequence.seen for sequence in self._sequences)))
         for sequence in self._sequences:
-            rows = sequence.fed - sequence.dropped
-            if sequence.dropped and rows - n < sequence.firm:
+            rows = sequence.seen - sequence.dropped
+            if sequence.dropped and rows - n < sequence.fixed:
                 raise ValueError(
                     f"can't trim {n} tokens: some of them are no longer held since the "
                     "prompt was compacted; prefill anew"
@@ -194,7 +194,7 @@ class CompactCache(_Compact):
         rows = upstream.KVCache() if rows is None else rows
         super().__init__(rows, [_Sequence(rows.offset)])
         # Where it is kept for prompts to come, nobody knows yet what they would trim.
-        self.shelved = False
+        self.stored = False
 
     @property
     def _sequence(self) -> _Sequence:
@@ -202,7 +202,7 @@ class CompactCache(_Compact):
 
     @property
     def offset(self) -> int:
-        return self._sequence.fed
+        return self._sequence.seen
 
     @property
     def dropped(self) -> int:
@@ -230,7 +230,7 @@ class CompactCache(_Compact):
         keys, values = self.rows()
         queries = sequence.window.queries
         scores = window_scores(
-            queries, keys, attention.scale, method.kernel, attention.sinks
+            queries, keys, attention.scale, method.kernel_size, attention.sinks
         )
         columns = method.columns(scores)[..., None]
         kept = upstream.KVCache()
@@ -241,24 +241,24 @@ class CompactCache(_Compact):
         mx.eval(kept.keys, kept.values)
         self._rows = kept
         # The newest rows stand side by side unless an earlier turn has left gaps.
-        recent = min(method.floor[1], T - sequence.firm)
+        recent = min(method.floor[1], T - sequence.fixed)
         self._sequences = [
             _Sequence(
-                fed=sequence.fed,
-                dropped=sequence.fed - kept.offset,
-                firm=kept.offset - recent,
+                seen=sequence.seen,
+                dropped=sequence.seen - kept.offset,
+                fixed=kept.offset - recent,
             )
         ]
 
     def is_trimmable(self) -> bool:
-        """Whether tokens may be trimmed: one that is shelved and compacted isn't."""
-        return not (self.shelved and self.dropped)
+        """Whether tokens may be trimmed: one that is stored and compacted isn't."""
+        return not (self.stored and self.dropped)
 
     @property
     def state(self):
         sequence, attention = self._sequence, self.attention
         window = sequence.window
-        numbers = [sequence.dropped, sequence.firm, window.end, attention.scale]
+        numbers = [sequence.dropped, sequence.fixed, window.end, attention.scale]
         extra = window.queries, attention.sinks
         numbers += [array is not None for array in extra]
         rows = [] if self.empty() else self.rows()
@@ -268,7 +268,7 @@ class CompactCache(_Compact):
     @state.setter
     def state(self, state):
         numbers, *arrays = state
-        dropped, firm, end, scale, queries, sinks = numbers.tolist()
+        dropped, fixed, end, scale, queries, sinks = numbers.tolist()
         queries = arrays.pop(0) if queries else None
         sinks = arrays.pop(0) if sinks else None
         rows = upstream.KVCache()
@@ -276,9 +276,9 @@ class CompactCache(_Compact):
             rows.keys, rows.values = arrays
             rows.offset = rows.keys.shape[2]
         self.__init__(rows)
-        dropped, firm, end = map(int, (dropped, firm, end))
-        fed, window = rows.offset + dropped, QueryWindow(queries, end)
-        self._sequences = [_Sequence(fed, dropped, firm, window)]
+        dropped, fixed, end = map(int, (dropped, fixed, end))
+        seen, window = rows.offset + dropped, QueryWindow(queries, end)
+        self._sequences = [_Sequence(seen, dropped, fixed, window)]
         self.attention = _Attention(scale, sinks)
 
     @classmethod
@@ -313,7 +313,7 @@ class BatchCompactCache(_Compact):
         )
         if left_padding is not None:
             for sequence, padding in zip(self._sequences, integers(left_padding)):
-                sequence.fed -= padding
+                sequence.seen -= padding
         if right_padding is not None and lengths is not None:
             self._coming = integers(lengths)
 
@@ -349,7 +349,7 @@ class BatchCompactCache(_Compact):
         """A batch that goes on from upstream's, nothing of it dropped."""
         batch = cls([0] * len(rows.offset))
         batch._rows = rows
-        batch._sequences = [_Sequence(fed) for fed in rows.offset.tolist()]
+        batch._sequences = [_Sequence(seen) for seen in rows.offset.tolist()]
         return batch
 
     def extend(self, other: BatchCompactCache) -> None:

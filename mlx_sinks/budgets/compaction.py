@@ -28,29 +28,23 @@ class CompactPromptCache(list):
 
     Attributes
     ----------
-    left_whole : dict of int to str
+    skipped_layers : dict of int to str
         Layers that weren't compacted, and why.
     """
 
-    left_whole: dict[int, str]
+    skipped_layers: dict[int, str]
 
 
 def compact_prompt_cache(
     model: nn.Module,
     prompt: Any,
+    budget: int | SnapKV,
     *,
-    budget: int,
-    sink_tokens: int = 4,
-    recent_tokens: int | None = None,
-    min_tokens: int = 128,
-    guarantee_sinks: bool = True,
-    window: int = 32,
-    kernel: int = 7,
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
 ) -> CompactPromptCache:
-    """Read a prompt, and keep ``budget`` rows of each head's keys and values.
+    """Read a prompt, and keep a budget of rows of each head's keys and values.
 
     While the prompt is read the whole of it is held; then the last queries' attention
     decides, for each layer and head, and positions stay as they were. Source: Li et al.
@@ -62,8 +56,8 @@ def compact_prompt_cache(
         A model of mlx-lm.
     prompt : mx.array or list of int, shape (L,)
         All of its tokens are read: generation goes on with the next one.
-    budget, sink_tokens, recent_tokens, min_tokens, guarantee_sinks, window, kernel
-        See ``SnapKV``.
+    budget : int or SnapKV
+        Rows to keep of each head, or all settings of the method.
     prompt_cache : list, optional
         What earlier turns left; it is updated in place, as mlx-lm does. Where nothing
         was dropped or decoded since, their last queries observe too.
@@ -76,24 +70,20 @@ def compact_prompt_cache(
     -------
     CompactPromptCache
         A ``CompactCache`` for each layer that has a plain ``KVCache``; others (sliding,
-        recurrent, latent, quantised) keep upstream's and are named in ``left_whole``.
+        recurrent, latent, quantised) keep upstream's; ``skipped_layers`` names them.
 
     Raises
     ------
+    TypeError
+        A prompt that is text and not tokens, or a model that is none.
     ValueError
         Counts that can't be, or an empty prompt.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
-    method = SnapKV(
-        budget,
-        sink_tokens,
-        recent_tokens,
-        min_tokens,
-        guarantee_sinks,
-        window,
-        kernel,
-    )
+    if isinstance(prompt, str):
+        raise TypeError("prompt must be tokens, not text: tokenizer.encode(prompt)")
+    method = budget if isinstance(budget, SnapKV) else SnapKV(budget)
     tokens = mx.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(f"prompt must be a row of tokens, not of shape {tokens.shape}")
@@ -112,7 +102,7 @@ def compact_prompt_cache(
         mx.clear_cache()
         progress(min(start + prefill_step_size, tokens.size), tokens.size)
     result = CompactPromptCache(caches)
-    result.left_whole = left_whole(caches, method)
+    result.skipped_layers = skipped_layers(caches, method)
     return result
 
 
@@ -156,7 +146,7 @@ class _Reading:
 
     def __call__(self, inputs, *arguments, cache=None, **named):
         if self._left > 0:
-            with listening(cache, self._method.window):
+            with observing(cache, self._method.window_size):
                 result = self._view(inputs, *arguments, cache=cache, **named)
             embeddings = named.get("input_embeddings")
             self._left -= (inputs if embeddings is None else embeddings).shape[1]
@@ -175,16 +165,16 @@ class _Reading:
 
 
 @contextmanager
-def listening(caches: list[Any], window: int) -> Iterator[None]:
-    """Have caches keep the newest queries for a block."""
+def observing(caches: list[Any], window_size: int) -> Iterator[None]:
+    """Have caches keep the newest queries for a block of code."""
     ours = [cache for cache in caches if isinstance(cache, _KINDS)]
     for cache in ours:
-        cache.listen(window)
+        cache.keep_queries(window_size)
     try:
         yield
     finally:
         for cache in ours:
-            cache.listen(None)
+            cache.keep_queries(None)
 
 
 def compact(caches: list[Any], method: SnapKV) -> None:
@@ -195,26 +185,26 @@ def compact(caches: list[Any], method: SnapKV) -> None:
             caches[layer] = cache.compact(method) or cache
 
 
-def left_whole(caches: list[Any], method: SnapKV) -> dict[int, str]:
+def skipped_layers(caches: list[Any], method: SnapKV) -> dict[int, str]:
     """Layers that a budget doesn't reach, and why."""
     return {
         layer: reason
         for layer, cache in enumerate(caches)
-        if (reason := _left_whole(cache, method))
+        if (reason := _why_skipped(cache, method))
     }
 
 
-def _left_whole(cache: Any, method: SnapKV) -> str | None:
+def _why_skipped(cache: Any, method: SnapKV) -> str | None:
     if isinstance(cache, _KINDS):
-        return cache.left_whole(method)
+        return cache.why_skipped(method)
     if type(cache) in (upstream.KVCache, upstream.BatchKVCache):
         return "other layers read its cache"
     return f"its cache is a {type(cache).__name__}"
 
 
-def warn_of_whole(caches: list[Any], method: SnapKV) -> None:
+def warn_of_skipped(caches: list[Any], method: SnapKV) -> None:
     """Say which layers a budget doesn't reach."""
-    if whole := left_whole(caches, method):
+    if whole := skipped_layers(caches, method):
         reasons = Counter(whole.values())
         kinds = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
         warnings.warn(

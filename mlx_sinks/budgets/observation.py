@@ -1,7 +1,7 @@
 """A model whose attention tells the caches what it is given, and that alone does so.
 
 Nothing of the process is hooked: the view is a second tree of modules over the same
-weights, in which whatever calls mlx-lm's attention kernel calls it through a listener.
+weights, in which whatever calls mlx-lm's attention kernel also calls the cache.
 Models in other threads, and the model itself, know nothing of it.
 """
 
@@ -18,7 +18,7 @@ from ..upstream.kernel import KERNEL, calls_kernel, with_kernel
 
 
 def observed(model: nn.Module) -> nn.Module:
-    """A view of a model for which each cache's ``observe`` hears of its queries.
+    """A view of a model in which each cache's ``observe`` is given the layer's queries.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def _view(value: Any, seen: dict[int, Any], classes: dict[type, type]) -> Any:
         if id(value) not in seen:
             kind = type(value)
             if kind not in classes:
-                classes[kind] = _listening(kind)
+                classes[kind] = _observing_class(kind)
             seen[id(value)] = module = copied_as(value, classes[kind])
             for name, part in value.items():
                 dict.__setitem__(module, name, _view(part, seen, classes))
@@ -52,24 +52,26 @@ def _view(value: Any, seen: dict[int, Any], classes: dict[type, type]) -> Any:
     return value
 
 
-def _listening(kind: type) -> type:
-    """A class of modules, its own calls of the kernel heard."""
+def _observing_class(kind: type) -> type:
+    """A class of modules, whose calls of the kernel are observed."""
     members = {}
     for base in reversed(kind.__mro__):
         members.update(vars(base))
-    heard = {name: _heard(each) for name, each in members.items() if calls_kernel(each)}
-    return subclass(kind, **heard) if heard else kind
+    ours = {
+        name: _observing(each) for name, each in members.items() if calls_kernel(each)
+    }
+    return subclass(kind, **ours) if ours else kind
 
 
-def _heard(function: types.FunctionType) -> types.FunctionType:
+def _observing(function: types.FunctionType) -> types.FunctionType:
     kernel = function.__globals__[KERNEL]
 
     @functools.wraps(kernel)
-    def listener(queries, keys, values, cache, scale, mask, sinks=None, **named):
+    def observed_kernel(queries, keys, values, cache, scale, mask, sinks=None, **named):
         if observe := getattr(cache, "observe", None):
             observe(queries, keys, values, scale, mask, sinks)
         if sinks is not None:
             named["sinks"] = sinks
         return kernel(queries, keys, values, cache, scale, mask, **named)
 
-    return with_kernel(function, listener)
+    return with_kernel(function, observed_kernel)

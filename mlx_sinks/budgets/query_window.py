@@ -27,37 +27,37 @@ class QueryWindow:
     def nbytes(self) -> int:
         return 0 if self.queries is None else self.queries.nbytes
 
-    def reaches(self, fed: int) -> bool:
-        """Whether the newest of ``fed`` tokens has its query here."""
-        return self.queries is not None and self.end == fed
+    def reaches(self, seen: int) -> bool:
+        """Whether the newest of ``seen`` tokens has its query here."""
+        return self.queries is not None and self.end == seen
 
-    def after(self, new: mx.array, fed: int, W: int) -> QueryWindow:
+    def after(self, new: mx.array, seen: int, W: int) -> QueryWindow:
         """The window after a step.
 
         Parameters
         ----------
         new : mx.array, shape (1, H, L, D)
             Queries of the step.
-        fed : int
+        seen : int
             Tokens with it; padding on the left counts below zero.
         W : int
             Queries to keep.
         """
         # Of padding on the left nothing counts.
-        new = new[..., max(0, new.shape[2] - max(0, fed)) :, :]
-        if self.reaches(fed - new.shape[2]):
+        new = new[..., max(0, new.shape[2] - max(0, seen)) :, :]
+        if self.reaches(seen - new.shape[2]):
             new = mx.concatenate([self.queries, new], axis=2)
         # A copy, which doesn't hold on to all of a step.
         return QueryWindow(
-            mx.contiguous(new[..., -W:, :]) if new.shape[2] else None, fed
+            mx.contiguous(new[..., -W:, :]) if new.shape[2] else None, seen
         )
 
-    def trimmed(self, fed: int) -> QueryWindow:
-        """The window when all but the first ``fed`` tokens are forgotten."""
-        if self.queries is None or fed >= self.end:
+    def trimmed(self, seen: int) -> QueryWindow:
+        """The window when all but the first ``seen`` tokens are forgotten."""
+        if self.queries is None or seen >= self.end:
             return self
-        left = self.queries[..., : fed - self.end, :]
-        return QueryWindow(left if left.shape[2] else None, fed)
+        left = self.queries[..., : seen - self.end, :]
+        return QueryWindow(left if left.shape[2] else None, seen)
 
 
 @dataclass(frozen=True)

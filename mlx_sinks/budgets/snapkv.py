@@ -35,10 +35,10 @@ class SnapKV:
         A prompt of at most that many tokens is kept whole.
     guarantee_sinks : bool, default=True
         False caps the sinks at ``max(1, budget // 8)``, as earlier ports to MLX do.
-    window : int, default=32
+    window_size : int, default=32
         Queries of the observation window: the prompt's last ones, whose attention
-        scores the rows. As in the paper's experiments, like ``kernel``.
-    kernel : int, default=7
+        scores the rows. As in the paper's experiments, like ``kernel_size``.
+    kernel_size : int, default=7
         Width of the max-pooling that lets a row's neighbours stay with it.
 
     Raises
@@ -52,8 +52,8 @@ class SnapKV:
     recent_tokens: int | None = None
     min_tokens: int = 128
     guarantee_sinks: bool = True
-    window: int = 32
-    kernel: int = 7
+    window_size: int = 32
+    kernel_size: int = 7
 
     def __post_init__(self):
         def check(name, least=0, of="tokens"):
@@ -61,8 +61,8 @@ class SnapKV:
             object.__setattr__(self, name, count)
 
         check("budget", 1, "rows")
-        check("window", 1, "queries")
-        check("kernel", 1, "rows")
+        check("window_size", 1, "queries")
+        check("kernel_size", 1, "rows")
         if self.recent_tokens is None:
             object.__setattr__(self, "recent_tokens", max(1, self.budget // 8))
         for name in ("sink_tokens", "recent_tokens", "min_tokens"):
@@ -237,7 +237,7 @@ def window_scores(
     queries: mx.array,
     keys: mx.array,
     scale: float,
-    kernel: int = 7,
+    kernel_size: int = 7,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """What the observation window's queries attend to, pooled over neighbours.
@@ -250,7 +250,7 @@ def window_scores(
         ``H`` is a multiple of ``heads``; each key's group of queries is averaged.
     scale : float
         Of the attention.
-    kernel : int, default=7
+    kernel_size : int, default=7
         Width of the max-pooling.
     sinks : mx.array, shape (H,), optional
         Learned logits that take a share of the attention and have no row.
@@ -271,7 +271,7 @@ def window_scores(
         logits = mx.concatenate([logits, extra], axis=-1)
     weights = mx.softmax(logits, axis=-1)[..., :T]
     scores = weights.sum(axis=-2).mean(axis=2)
-    before = (kernel - 1) // 2
-    widened = mx.pad(scores, [(0, 0), (0, 0), (before, kernel - 1 - before)])
-    neighbours = [widened[..., i : i + T] for i in range(kernel)]
+    before = (kernel_size - 1) // 2
+    widened = mx.pad(scores, [(0, 0), (0, 0), (before, kernel_size - 1 - before)])
+    neighbours = [widened[..., i : i + T] for i in range(kernel_size)]
     return mx.stack(neighbours).max(axis=0)

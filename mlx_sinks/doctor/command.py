@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ..patches.registry import QUIET_VARIABLE, patched, versions
 from ..policy import VARIABLE, Settings, SinkPolicy
-from ..probing.command import observe
+from ..probing.command import record
 from ..probing.reading import Reading
 from ..probing.report import by_layer, labels, skill, suspects
 from ..sparse.schedule import SHARED, CheckpointError, indexer_interleaves
@@ -139,7 +139,7 @@ def _probe(
     targets = there.intersection(settings.targets)
     try:
         with patched(policy, targets) if policy else nullcontext():
-            seen, _ = observe(reading, policy or SinkPolicy(), errors)
+            seen, _ = record(reading, policy or SinkPolicy(), errors)
     except (OSError, ValueError) as error:
         return [Verdict(NOT_PROBED, False, str(error))]
     means, names = by_layer(seen), labels(seen.layers)

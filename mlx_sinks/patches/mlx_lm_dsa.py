@@ -17,7 +17,7 @@ from packaging.version import Version
 from ..policy import SinkPolicy
 from ..sparse.columns import forced_columns
 from ..sparse.indexer import Dialect, indexer_forward
-from ..sparse.selection import is_heard
+from ..sparse.selection import is_watched
 from .patch import Patch, Site, random_state_kept
 
 # Nothing forced and nothing computed otherwise: upstream's own selection.
@@ -40,7 +40,7 @@ class DSAPatch(Patch):
 
     def policy_for(self, indexer: nn.Module, *_: Any) -> SinkPolicy | None:
         policy = getattr(indexer, "sink_policy", None) or self._policy
-        if policy is None and is_heard():
+        if policy is None and is_watched():
             return UPSTREAM  # where its selection can be seen
         return policy
 

@@ -1,7 +1,7 @@
 """Target ``snapkv``: prompts compacted to a budget, in mlx-lm's own generation.
 
 Upstream file: ``mlx_lm/generate.py``. Each prompt is read by a view of the model whose
-caches hear the last queries; before the first new token they are compacted, in the
+caches keep the last queries; before the first new token they are compacted, in the
 server for each request on its own. Only a policy with a ``kv_budget`` does any of it.
 """
 
@@ -19,9 +19,9 @@ from ..budgets.compact_cache import BatchCompactCache, CompactCache
 from ..budgets.compaction import (
     compact,
     compacting,
-    listening,
     make_compactable,
-    warn_of_whole,
+    observing,
+    warn_of_skipped,
 )
 from ..budgets.observation import observed
 from ..budgets.snapkv import SnapKV
@@ -43,9 +43,9 @@ class SnapKVPatch(Patch):
         batch = module.PromptProcessingBatch
         for name in ("__init__", "prompt", "generate"):
             yield Site(batch, name, getattr(self, f"_batch_{name.strip('_')}"))
-        shelf = sys.modules["mlx_lm.models.cache"].LRUPromptCache
+        store = sys.modules["mlx_lm.models.cache"].LRUPromptCache
         for name in ("insert_cache", "fetch_nearest_cache"):
-            yield Site(shelf, name, getattr(self, f"_{name}"))
+            yield Site(store, name, getattr(self, f"_{name}"))
 
     def wanted(self, policy: SinkPolicy) -> bool:
         return policy.kv_budget is not None
@@ -117,7 +117,7 @@ class SnapKVPatch(Patch):
 
     def _done(self, caches: list[Any], method: SnapKV) -> None:
         self.say()
-        warn_of_whole(caches, method)
+        warn_of_skipped(caches, method)
 
     def _batch_init(
         self, policy, upstream, batch, model, uids, caches, *arguments, **named
@@ -141,7 +141,7 @@ class SnapKVPatch(Patch):
             return upstream(batch, tokens)
         model, batch.model = batch.model, observed(batch.model)
         try:
-            with listening(batch.prompt_cache, _method(policy).window):
+            with observing(batch.prompt_cache, _method(policy).window_size):
                 return upstream(batch, tokens)
         finally:
             batch.model = model
@@ -155,17 +155,17 @@ class SnapKVPatch(Patch):
         return upstream(batch, tokens)
 
     def _insert_cache(
-        self, policy, upstream, shelf, model, tokens, prompt_cache, **named
+        self, policy, upstream, store, model, tokens, prompt_cache, **named
     ):
         # A prompt as it is before its last token; the system's serves other questions.
         if named.get("cache_type") != "system":
             compact(prompt_cache, _method(policy))
-        _shelve(prompt_cache, True)
-        return upstream(shelf, model, tokens, prompt_cache, **named)
+        _mark(prompt_cache, True)
+        return upstream(store, model, tokens, prompt_cache, **named)
 
-    def _fetch_nearest_cache(self, policy, upstream, shelf, model, tokens):
-        caches, rest = upstream(shelf, model, tokens)
-        _shelve(caches or [], False)
+    def _fetch_nearest_cache(self, policy, upstream, store, model, tokens):
+        caches, rest = upstream(store, model, tokens)
+        _mark(caches or [], False)
         return caches, rest
 
 
@@ -217,7 +217,7 @@ def _refuse_to_quantise(named: dict[str, Any]) -> None:
         )
 
 
-def _shelve(caches: list[Any], shelved: bool) -> None:
+def _mark(caches: list[Any], stored: bool) -> None:
     for cache in caches:
         if isinstance(cache, CompactCache):
-            cache.shelved = shelved
+            cache.stored = stored

@@ -27,7 +27,7 @@ def run(
 ) -> int:
     """Probe, print JSON or the worst layers, write to a folder; the exit status."""
     errors = Console(stderr=True)
-    seen, tokens = observe(reading, policy, errors)
+    seen, tokens = record(reading, policy, errors)
     result = {
         "model": reading.model,
         "text": reading.text.name if reading.text else MANUAL,
@@ -55,7 +55,7 @@ def run(
     return 0
 
 
-def observe(
+def record(
     reading: Reading, policy: SinkPolicy, errors: Console
 ) -> tuple[Recording, int]:
     """Load the model and read the text; what was seen of how many tokens."""

@@ -1,4 +1,4 @@
-"""Listening to a model's selections while it runs."""
+"""Recording a model's selections while it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..patches.registry import check_policy, reached
 from ..policy import SinkPolicy
-from ..sparse.selection import listening
+from ..sparse.selection import watching
 from ..upstream.hooks import hooked, subclass
 from ..upstream.kernel import KERNEL, calls_kernel
 from .coverage import row_coverage
@@ -47,7 +47,7 @@ def probe(
     how the tokens are cut into calls, nor whether there is a cache. In a batch every
     sequence is looked at, from its left padding on; rows that pad a prompt on the right
     count as real. A probed model may run in one thread at a time; what ``mx.compile``
-    traced before isn't heard, and can't be traced inside.
+    traced before isn't recorded, and can't be traced inside.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def probe(
     Raises
     ------
     ProbeError
-        A layer's selection can't be observed, or another probe observes it already.
+        A layer's selection can't be recorded, or another probe records it already.
     ValueError
         The model selects nowhere, or a count is out of range; a ``PolicyError`` where
         the policy doesn't fit in ``index_topk``.
@@ -89,18 +89,18 @@ def probe(
         ):
             raise ProbeError(
                 f"{type(model).__name__} can't be probed: a layer with an indexer "
-                f"doesn't call mlx-lm's {KERNEL} itself, or another probe listens "
-                "already"
+                f"doesn't call mlx-lm's {KERNEL} itself, or another probe "
+                "records already"
             )
         index_topk = next(iter(attentions.values())).indexer.index_topk
         policy = policy.fit(index_topk)
         recording = Recording([*attentions], index_topk, policy, block)
-        observer = _Observer(recording, queries, {id(part) for part in choosers})
-        observed = [
-            (part, observer.observed(number, part))
+        recorder = _Recorder(recording, queries, {id(part) for part in choosers})
+        recorded = [
+            (part, recorder.recorded(number, part))
             for number, part in enumerate(attentions.values())
         ]
-        with hooked(observed):
+        with hooked(recorded):
             yield recording
 
 
@@ -111,7 +111,7 @@ def _empty_cache(attention: nn.Module) -> list[KVCache]:
     return [own, KVCache() if keyed else own]
 
 
-class _Observer:
+class _Recorder:
     """Looks at the selections of a model's layers as they are made."""
 
     def __init__(self, recording: Recording, queries: int, choosers: set[int]):
@@ -119,9 +119,9 @@ class _Observer:
         self.queries = queries
         self.choosers = choosers
         # Of the last layer that chose by itself: others may reuse its choice.
-        self.heard: tuple | None = None
+        self.choice: tuple | None = None
 
-    def observed(self, number: int, attention: nn.Module) -> type:
+    def recorded(self, number: int, attention: nn.Module) -> type:
         """The layer's class, with a look after each call."""
         forward = type(attention).__call__
         chooses = any(id(part) in self.choosers for part in attention.modules())
@@ -131,18 +131,18 @@ class _Observer:
                 return forward(layer, x, mask, cache)
             cache = _empty_cache(layer) if cache is None else cache
             if chooses:
-                self.heard = None
-            with listening(self.hear):
+                self.choice = None
+            with watching(self.take):
                 output = forward(layer, x, mask, cache)
-            if self.heard is not None and self.heard[0].shape[2] == x.shape[1]:
+            if self.choice is not None and self.choice[0].shape[2] == x.shape[1]:
                 dense = functools.partial(dense_attention, forward, layer)
                 self.look(number, dense, layer.indexer.index_topk, x, cache[0])
             return output
 
         return subclass(type(attention), __call__=call)
 
-    def hear(self, *chosen_from) -> None:
-        self.heard = chosen_from
+    def take(self, *choice) -> None:
+        self.choice = choice
 
     def look(
         self,
@@ -153,7 +153,7 @@ class _Observer:
         cache: Any,
     ) -> None:
         """Add the metrics of this call's queries to the recording."""
-        scores, left_padding, mask = self.heard
+        scores, left_padding, mask = self.choice
         B, _, L, T = scores.shape
         shown = mx.broadcast_to(True if mask is None else mask, (B, 1, L, T))
         firsts = [0] * B if left_padding is None else left_padding.tolist()

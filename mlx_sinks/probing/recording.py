@@ -25,7 +25,7 @@ HEADINGS = {
 
 
 class ProbeError(ValueError):
-    """A model whose selections can't be observed, or a recording without any."""
+    """A model whose selections can't be recorded, or a recording without any."""
 
 
 @dataclass

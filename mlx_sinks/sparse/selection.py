@@ -31,28 +31,28 @@ class Scores(Protocol):
         """(B, 1, rows, T)"""
 
 
-Listener = Callable[[mx.array, mx.array | None, mx.array | None], object]
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+Watcher = Callable[[mx.array, mx.array | None, mx.array | None], object]
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Show a listener what each selection inside the block chooses from.
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Show a function what each selection inside the block chooses from.
 
     It is called with ``scores``, ``left_padding`` and ``mask`` as ``select_columns``
     got them, before the choice and only where there is one (``T > index_topk``). The
-    block is the thread's own: selections of other threads are not heard.
+    block is the thread's own: selections of other threads are not shown.
     """
-    token = _listener.set(listener)
+    token = _watcher.set(watcher)
     try:
         yield
     finally:
-        _listener.reset(token)
+        _watcher.reset(token)
 
 
-def is_heard() -> bool:
-    """Whether a listener waits for this thread's selections."""
-    return _listener.get() is not None
+def is_watched() -> bool:
+    """Whether this thread's selections are watched."""
+    return _watcher.get() is not None
 
 
 def select_columns(
@@ -96,24 +96,24 @@ def select_columns(
     L, T = scores.shape[-2:]
     if T <= index_topk:
         return None
-    if (listener := _listener.get()) is not None:
-        scores = _heard(listener, scores, left_padding, mask)
+    if (watcher := _watcher.get()) is not None:
+        scores = _shown(watcher, scores, left_padding, mask)
     select = functools.partial(_select, index_topk, policy, L, left_padding, mask)
     if isinstance(scores, mx.array):
         return select(slice(0, L), scores)
     return _by_blocks(scores, select)
 
 
-def _heard(
-    listener: Listener,
+def _shown(
+    watcher: Watcher,
     scores: mx.array | Scores,
     left_padding: mx.array | None,
     mask: mx.array | None,
 ) -> mx.array:
-    """All the scores, after the listener has seen them."""
+    """All the scores, after the watcher has seen them."""
     if not isinstance(scores, mx.array):
         scores = _by_blocks(scores, lambda rows, block: block)
-    listener(scores, left_padding, mask)
+    watcher(scores, left_padding, mask)
     return scores
 
 

@@ -95,14 +95,14 @@ def _kinds(model: nn.Module, caches: list[Any], plain: list[int]) -> str:
     return kinds if len(caches) == layers else f"{kinds} for {layers} layers"
 
 
-class _Ear(upstream._BaseCache):
-    """Hears what a layer stores at an offset, of one token that sees itself alone."""
+class _Capture(upstream._BaseCache):
+    """Captures what a layer stores of one token at an offset, which sees itself."""
 
     def __init__(self, offset: int):
         self.offset = offset
 
     def update_and_fetch(self, keys, values):
-        self.heard = keys, values
+        self.captured = keys, values
         return keys, values
 
     def make_mask(self, *arguments: Any, **named: Any) -> None:
@@ -117,7 +117,7 @@ def _rotations(model: nn.Module, plain: list[int]) -> dict[int, Rotation | None]
     has its rotated part among the values, which aren't moved: it is refused.
     """
     far = 1000
-    here, there = (_heard(model, plain, offset) for offset in (0, far))
+    here, there = (_captured(model, plain, offset) for offset in (0, far))
     rotations: dict[int, Rotation | None] = {}
     for layer in plain:
         (keys, values), (far_keys, far_values) = here[layer], there[layer]
@@ -142,14 +142,14 @@ def _rotations(model: nn.Module, plain: list[int]) -> dict[int, Rotation | None]
     return rotations
 
 
-def _heard(
+def _captured(
     model: nn.Module, plain: list[int], offset: int
 ) -> dict[int, tuple[mx.array, mx.array]]:
     caches = upstream.make_prompt_cache(model)
     for layer in plain:
-        caches[layer] = _Ear(offset)
+        caches[layer] = _Capture(offset)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    return {layer: caches[layer].heard for layer in plain}
+    return {layer: caches[layer].captured for layer in plain}
 
 
 def _is_rope(name: str) -> bool:
