@@ -74,7 +74,7 @@ def _when_imported(name: str, act: Callable[[], object]) -> None:
 
 
 def _is_about_the_environment(error: BaseException | None) -> bool:
-    """Ours, and told whole by its sentence: it names the variable to change."""
+    """Whether an error is ours, and its sentence names the variable to change."""
     from .patches.patch import PatchError  # imports MLX
 
     ours = (CheckpointError, PatchError, PolicyError)

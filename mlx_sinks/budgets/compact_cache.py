@@ -1,4 +1,4 @@
-"""Key-value caches that hold some of a prompt's rows, and count positions truly."""
+"""Key-value caches that hold some of a prompt's rows, at their true positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Sequence:
     dropped : int
         How many of them have no row any more.
     fixed : int
-        Number of first rows that no trim may reach: others come after a gap.
+        Number of first rows that no trim may reach: tokens between them are dropped.
     window : QueryWindow
         The newest tokens' queries, as far as they were observed.
     """
@@ -49,7 +49,7 @@ class _Attention:
 
     scale: float = 1.0
     sinks: mx.array | None = None
-    # Why its rows can't be told apart by it; None where they can.
+    # Why it can't score the rows; None where it can.
     unfit: str | None = "nothing was seen of its attention"
 
 
@@ -137,7 +137,7 @@ class _Compact(OwnCache):
         elif isinstance(mask, mx.array) and mask.dtype != mx.bool_:
             unfit = "its attention has a bias"
         self.attention = _Attention(scale, sinks, unfit)
-        # Rows that are still referred to would be copied by the next update.
+        # A reference to the rows would make the next update copy them.
         self._observation = Observation(step.W)
         if unfit is None:
             for sequence, new in zip(self._sequences, step.of_each(queries)):
@@ -193,7 +193,7 @@ class CompactCache(_Compact):
     def __init__(self, rows: upstream.KVCache | None = None):
         rows = upstream.KVCache() if rows is None else rows
         super().__init__(rows, [_Sequence(rows.offset)])
-        # Where it is kept for prompts to come, nobody knows yet what they would trim.
+        # True in a server's cache of prompts. What the next request trims isn't known.
         self.stored = False
 
     @property
@@ -237,7 +237,7 @@ class CompactCache(_Compact):
         kept.keys = mx.take_along_axis(keys, columns, axis=2)
         kept.values = mx.take_along_axis(values, columns, axis=2)
         kept.offset = method.budget
-        # Else the rows that go would stay until somebody asks for those that don't.
+        # Unevaluated, the new arrays would keep the dropped rows in memory.
         mx.eval(kept.keys, kept.values)
         self._rows = kept
         # The newest rows stand side by side unless an earlier turn has left gaps.
@@ -251,7 +251,7 @@ class CompactCache(_Compact):
         ]
 
     def is_trimmable(self) -> bool:
-        """Whether tokens may be trimmed: one that is stored and compacted isn't."""
+        """Whether tokens may be trimmed: not where it is stored and compacted."""
         return not (self.stored and self.dropped)
 
     @property

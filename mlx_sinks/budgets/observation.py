@@ -1,8 +1,8 @@
-"""A model whose attention tells the caches what it is given, and that alone does so.
+"""A view of a model: its attention layers show each cache their queries.
 
-Nothing of the process is hooked: the view is a second tree of modules over the same
-weights, in which whatever calls mlx-lm's attention kernel also calls the cache.
-Models in other threads, and the model itself, know nothing of it.
+The view is a second tree of modules over the same weights. Where a layer calls mlx-lm's
+attention kernel, the view's layer first calls the cache's ``observe``. The model itself
+and all other models stay as they are.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ class QueryWindow:
         W : int
             Queries to keep.
         """
-        # Of padding on the left nothing counts.
+        # Queries of padding on the left are left out.
         new = new[..., max(0, new.shape[2] - max(0, seen)) :, :]
         if self.reaches(seen - new.shape[2]):
             new = mx.concatenate([self.queries, new], axis=2)
-        # A copy, which doesn't hold on to all of a step.
+        # A copy: a slice would keep all of the step's queries in memory.
         return QueryWindow(
             mx.contiguous(new[..., -W:, :]) if new.shape[2] else None, seen
         )

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..policy import whole_number
 
-# Above every score's key: float32's bits leave room between infinity and the end.
+# The least number above every score's: float32's bits leave room past infinity.
 _ABOVE = 0x7F800001
 _TOP = 0x7FFFFFFF
 
@@ -69,7 +69,15 @@ class SnapKV:
             check(name)
 
     def covers(self, rows: int, tokens: int | None = None) -> bool:
-        """Whether that many rows all stay, held of ``tokens`` by default as many."""
+        """Whether all rows stay.
+
+        Parameters
+        ----------
+        rows : int
+            Rows held.
+        tokens : int, optional
+            Tokens that they are left of; by default as many as rows.
+        """
         tokens = rows if tokens is None else tokens
         return rows <= self.budget or tokens <= self.min_tokens
 
@@ -207,26 +215,27 @@ def snapkv_keep_columns(
     if method.covers(T):
         return mx.broadcast_to(column, scores.shape)
     sinks, recent = method.floor
-    # Whole numbers in the order of the scores, with room above for the floor: one
-    # threshold then decides everything. Adding 0 makes one zero of two.
+    # Each score becomes a whole number, in the same order; sinks and recent rows get
+    # higher ones, so that one threshold decides everything. Adding 0.0 turns -0.0 into
+    # 0.0, so that the two tie.
     bits = (scores.astype(mx.float32) + 0.0).view(mx.int32)
     key = mx.where(bits < 0, bits ^ _TOP, bits)
     least = -_ABOVE  # minus infinity's
     key = mx.where(mx.isnan(scores), least, key)
-    place = column
+    position = column
     if left_padding is not None:
-        place = column - left_padding.astype(mx.int32).reshape(-1, 1, 1)
+        position = column - left_padding.astype(mx.int32).reshape(-1, 1, 1)
     # Where a short sequence's sinks and recent rows are the same, either will do.
     key = mx.where(column >= T - recent, _ABOVE + column - (T - recent), key)
-    key = mx.where((place >= 0) & (place < sinks), _TOP - place, key)
-    key = mx.where(place < 0, least - 1, key)
+    key = mx.where((position >= 0) & (position < sinks), _TOP - position, key)
+    key = mx.where(position < 0, least - 1, key)
     k = method.budget
     threshold = mx.partition(key, T - k, axis=-1)[..., T - k : T - k + 1]
     above, tied = key > threshold, key == threshold
     missing = k - above.sum(axis=-1, keepdims=True)
     later_ties = mx.cumsum(tied.astype(mx.int32), axis=-1, reverse=True)
     kept = above | (tied & (later_ties <= missing))
-    # Each kept column goes to its rank; the others all go to a slot that is cut off.
+    # A kept column is written to the slot of its rank; all others to one that is cut.
     rank = mx.where(kept, mx.cumsum(kept.astype(mx.int32), axis=-1) - 1, k)
     slots = mx.zeros((*scores.shape[:2], k + 1), mx.int32)
     columns = mx.broadcast_to(column, scores.shape)

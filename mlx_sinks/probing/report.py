@@ -44,11 +44,11 @@ def by_layer(recording: Recording) -> dict[str, np.ndarray]:
 
 
 def skill(means: dict[str, np.ndarray]) -> np.ndarray:
-    """How much of what choosing can win each layer's indexer wins, shape (layers,).
+    """How well each layer's indexer chooses, shape (layers,).
 
-    0 is the attention that as many columns picked blindly cover, 1 what the best ones
-    do. Unlike the mass it doesn't depend on how far the text goes past ``index_topk``.
-    NaN where nothing was seen.
+    0 where its columns cover as much attention as columns picked blindly, 1 where they
+    cover as much as the best ones. Unlike the mass it doesn't depend on how far the text
+    goes past ``index_topk``. NaN where nothing was seen.
     """
     possible = means["mass_best"] - means["mass_chance"]
     return (means["mass"] - means["mass_chance"]) / possible

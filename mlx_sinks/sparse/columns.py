@@ -1,6 +1,6 @@
 """The guarantee itself: which key columns a selection may not drop.
 
-Columns are physical: places in the key buffer after the new keys were appended.
+Columns are physical: they count the key buffer after the new keys were appended.
 Query ``i`` of ``L`` stands at column ``T - L + i`` in every sequence of the batch,
 and a sequence's first real column is its left padding.
 """
@@ -53,7 +53,7 @@ def columns_to_force(
     left_padding: mx.array | None = None,
     rows: slice = slice(None),
 ) -> tuple[mx.array, mx.array]:
-    """The same few columns by their numbers, without a row of T for each query.
+    """The forced columns as numbers: a few for each query instead of a mask over T.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ def columns_to_force(
     Returns
     -------
     columns : mx.array of int, shape (B or 1, 1, rows, sinks + recency)
-        All of the query's sinks and recency window, mask aside; some stand twice where
-        the two overlap. Of a query in the padding: its own column.
+        The query's sinks and recency window, whatever the mask hides. A column stands
+        twice where the two overlap. A query in the padding has its own column only.
     any_forced : mx.array of bool, shape (B or 1, 1, rows, 1)
         False for a query in the padding.
     """
@@ -78,7 +78,10 @@ def columns_to_force(
 
 @functools.lru_cache(maxsize=256)
 def _steps(policy: SinkPolicy) -> tuple[mx.array, mx.array]:
-    """Of each column: whether it is counted back from the query, and how far it is."""
+    """For each forced column: True where it is counted back from the query; how far.
+
+    A sink is counted forwards from the sequence's first column.
+    """
     back = [False] * policy.sinks + [True] * policy.recency
     steps = [*range(policy.sinks), *range(0, -policy.recency, -1)]
     return mx.array(back), mx.array(steps)
@@ -88,8 +91,8 @@ def _steps(policy: SinkPolicy) -> tuple[mx.array, mx.array]:
 def _placed(
     back: mx.array, steps: mx.array, first: mx.array, position: mx.array
 ) -> tuple[mx.array, mx.array]:
-    # What would lie beyond the sequence's ends falls on one of them: with sinks that
-    # reach past the query it is a sink, and the first column is a recent one alike.
+    # A short sequence has fewer columns than the policy names. Sinks past the query and
+    # recent columns before the first one are clipped; both ends are forced anyway.
     columns = mx.clip(mx.where(back, position, first) + steps, first, position)
     return mx.maximum(columns, 0), first <= position
 

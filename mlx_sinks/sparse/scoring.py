@@ -49,8 +49,8 @@ class IndexScores:
         """Queries of a block."""
         B, H, L, D = self.queries.shape
         T, size = self.keys.shape[2], mx.float32.size
-        # The queries, their products, and as wide as one head the sum, the keys of the
-        # selection and its places. On a CPU all the keys besides.
+        # In float32: each head's queries (D) and products (T); then the sum over heads
+        # and what the selection needs (6 T together). On a CPU a copy of the keys too.
         query = B * size * (H * (D + T) + 6 * T)
         keys = B * T * D * size * (self.keys.dtype != self._factor_type)
         return max(1, min(L, (self.memory - keys) // query))
