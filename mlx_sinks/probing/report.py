@@ -47,8 +47,8 @@ def skill(means: dict[str, np.ndarray]) -> np.ndarray:
     """How well each layer's indexer chooses, shape (layers,).
 
     0 where its columns cover as much attention as columns picked blindly, 1 where they
-    cover as much as the best ones. Unlike the mass it doesn't depend on how far the text
-    goes past ``index_topk``. NaN where nothing was seen.
+    cover as much as the best ones. Unlike the mass it doesn't depend on the length of
+    the text. NaN where nothing was seen.
     """
     possible = means["mass_best"] - means["mass_chance"]
     return (means["mass"] - means["mass_chance"]) / possible
