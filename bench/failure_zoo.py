@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict:
     policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
     model, tokenizer = zoo.load_model(options.model)
     index_topk = indexers(model)[0].index_topk
-    policy.fit(index_topk)
+    policy = policy.fit(index_topk)
     if options.generate < 0:
         raise ValueError(f"--generate {options.generate}: 0, or tokens to generate")
     reading = options.text, options.tokens, index_topk

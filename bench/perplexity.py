@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict:
     model, tokenizer = load(options.model, options.trust_remote_code)
     ids, source = token_ids(tokenizer, options.text)
     index_topk = indexers(model)[0].index_topk
-    policy.fit(index_topk)
+    policy = policy.fit(index_topk)
     tokens = options.tokens or (len(ids) if options.text else 2 * index_topk)
     if len(ids) < tokens:
         raise ValueError(f"{source['text']} has {len(ids)} tokens, not {tokens}")

@@ -76,7 +76,7 @@ def profile(options: argparse.Namespace) -> dict:
     policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
     model, tokenizer = load(options.model, options.trust_remote_code)
     index_topk = indexers(model)[0].index_topk
-    policy.fit(index_topk)
+    policy = policy.fit(index_topk)
     prompt = tokenizer.encode(options.prompt)
     if tokenizer.chat_template is not None:
         message = {"role": "user", "content": options.prompt}

@@ -188,13 +188,13 @@ class Bench:
         caches = mlx_sinks.compact_prompt_cache(
             self.model,
             prompt[:-1],
-            budget=budget or len(prompt),
+            budget or len(prompt),
             prefill_step_size=chunk,
             prompt_progress_callback=step,
         )
         self.progress.remove_task(task)
-        if caches.left_whole:
-            layer, reason = next(iter(caches.left_whole.items()))
+        if caches.skipped_layers:
+            layer, reason = next(iter(caches.skipped_layers.items()))
             raise ValueError(f"layer {layer} can't be compacted: {reason}")
         return caches
 

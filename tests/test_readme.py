@@ -78,7 +78,7 @@ def test_each_command_is_of_a_kind_that_is_tested_below():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (CHECKPOINT, "mlx-sinks: keeping 4 sinks + 64 recent"),
+        (CHECKPOINT, "mlx-sinks: keeping 4 sinks + up to 128 recent"),
         (WINDOWED, "mlx-sinks: keeping 4 sinks of rotating windows"),
     ],
 )
@@ -97,7 +97,7 @@ def test_the_server_through_mlx_sinks_run(checkpoint, tmp_path):
         status, _ = server.complete(prompt="Why do tides lag?", max_tokens=2)
         (said,) = server.log().ours
     assert status == 200
-    assert said.startswith("mlx-sinks: keeping 4 sinks + 64 recent")
+    assert said.startswith("mlx-sinks: keeping 4 sinks + up to 128 recent")
 
 
 def test_a_budget_through_mlx_sinks_run(windowed, tmp_path):
@@ -208,8 +208,8 @@ def test_python(checkpoint, windowed):
 def test_the_line_on_standard_error_is_as_shown():
     shown = re.search(r"^mlx-sinks: keeping .*$", README, re.M).group()
     pattern = (
-        r"mlx-sinks: keeping 4 sinks \+ 64 recent in mlx_lm\.models\.deepseek_v32 "
-        r"\(mlx-sinks [\d.]+, mlx-lm [\d.]+, mlx [\d.]+\)"
+        r"mlx-sinks: keeping 4 sinks \+ up to 128 recent in "
+        r"mlx_lm\.models\.deepseek_v32 \(mlx-sinks [\d.]+, mlx-lm [\d.]+, mlx [\d.]+\)"
     )
     assert re.fullmatch(pattern, shown)
     (report,) = install(targets=["dsa"])

@@ -32,7 +32,7 @@ from smollm2.build import random_indexers
 from smollm2.zoo import load_model
 from tools.arguments import count, folder, positive, seed
 from tools.blas import restart_with_fast_blas
-from tools.internals import listening
+from tools.internals import watching
 from tools.output import bars, environment, write_json
 from tools.parts import model_files
 from tools.script import HelpFormatter, run
@@ -188,7 +188,7 @@ def divergence(
 ) -> mx.array:
     """KL of the indexer's scores from a (B, L, L) target, the mean over queries."""
     seen: list[mx.array] = []
-    with listening(lambda scores, *_: seen.append(scores)):
+    with watching(lambda scores, *_: seen.append(scores)):
         indexer(x, x, mask)
     scores = mx.where(mask, seen[0][:, 0], -mx.inf)
     log_student = scores - mx.logsumexp(scores, axis=-1, keepdims=True)

@@ -64,10 +64,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:
-    defaults = mlx_sinks.SinkPolicy()
-    for name in ("sinks", "recency"):
-        default = getattr(defaults, name)
-        parser.add_argument(f"--{name}", type=int, default=default, help="to keep")
+    add = parser.add_argument
+    add("--sinks", type=int, default=mlx_sinks.SinkPolicy.sinks, help="to keep")
+    add("--recency", type=int, help="to keep; default: 128, at most half of index_topk")
 
 
 def add_reading(parser: argparse.ArgumentParser, tokens: int, window: int) -> None:

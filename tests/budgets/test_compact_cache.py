@@ -24,6 +24,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
+import mlx_sinks
 import processes
 import small_models
 import window_oracle
@@ -33,7 +34,6 @@ from mlx_sinks import (
     BatchCompactCache,
     CompactCache,
     CompactPromptCache,
-    compact_prompt_cache,
     snapkv_keep_indices,
 )
 from mlx_sinks.budgets.snapkv import SnapKV, window_scores
@@ -42,6 +42,25 @@ HEADS, GROUP, WIDTH, VOCABULARY = 2, 2, 16, 97
 ROW = 2 * HEADS * WIDTH * 4
 NOISE = dict(rtol=1e-3, atol=2e-4)
 SMALL = dict(budget=16, min_tokens=0)
+
+
+def compact_prompt_cache(
+    model,
+    prompt,
+    prompt_cache=None,
+    prefill_step_size=2048,
+    prompt_progress_callback=None,
+    **facts,
+):
+    """The public function, with the settings of its method one by one."""
+    return mlx_sinks.compact_prompt_cache(
+        model,
+        prompt,
+        SnapKV(**facts),
+        prompt_cache=prompt_cache,
+        prefill_step_size=prefill_step_size,
+        prompt_progress_callback=prompt_progress_callback,
+    )
 
 
 def make_model(seed=0, **facts):
@@ -180,12 +199,12 @@ class Reference:
             )
             return np.array(self.model(inputs[None], self.layers)[0])
 
-    def compact(self, budget, window=32, kernel=7, **facts):
+    def compact(self, budget, window_size=32, kernel_size=7, **facts):
         """The last call's tokens are the prompt."""
         for layer in self.layers:
             columns, *_ = layer.held()
             kept = []
-            for own, scores in zip(columns, layer.scores(window, kernel)):
+            for own, scores in zip(columns, layer.scores(window_size, kernel_size)):
                 rows = snapkv_keep_indices(len(own), budget, scores, **facts)
                 self.decided &= not undecided(scores, list(rows))
                 kept.append(own[list(rows)])
@@ -264,7 +283,7 @@ def check_decoding(cache, reference, inputs, cuts):
 def test_a_prompt_is_compacted_to_its_budget():
     cache = compact_prompt_cache(shared_model(), tokens(0, 300), budget=32)
     assert isinstance(cache, CompactPromptCache) and isinstance(cache, list)
-    assert cache.left_whole == {}
+    assert cache.skipped_layers == {}
     assert [type(layer) for layer in cache] == [CompactCache] * 2
     for layer in cache:
         assert (layer.offset, layer.size(), layer.dropped) == (300, 32, 268)
@@ -293,8 +312,8 @@ def test_the_kept_rows_are_those_of_the_contract(data):
     length = data.draw(st.integers(1, 60), "length")
     facts = dict(
         budget=data.draw(st.integers(1, 40), "budget"),
-        window=data.draw(st.integers(1, 70), "window"),
-        kernel=data.draw(st.sampled_from([1, 3, 5, 7, 31]), "kernel"),
+        window_size=data.draw(st.integers(1, 70), "window_size"),
+        kernel_size=data.draw(st.sampled_from([1, 3, 5, 7, 31]), "kernel_size"),
         sink_tokens=data.draw(st.integers(0, 6), "sinks"),
         recent_tokens=data.draw(st.one_of(st.none(), st.integers(0, 8)), "recent"),
         min_tokens=data.draw(st.sampled_from([0, 0, 20]), "min_tokens"),
@@ -338,7 +357,7 @@ def test_queries_are_the_layers_own(kind):
     facts = dict(vocab_size=VOCABULARY, **shape, **OTHER_MODELS[kind])
     model, prompt = small_models.make(kind, **facts), tokens(1, 60)
     cache = compact_prompt_cache(model, prompt, prefill_step_size=25, **SMALL)
-    assert cache.left_whole == {}
+    assert cache.skipped_layers == {}
     reference = Reference(model)
     if kind == "smollm3":
         # Its attention is llama's.
@@ -550,7 +569,7 @@ def turns(draw):
 def test_a_trim_is_right_or_refused(turns, fed, kernel):
     """A turn's recent rows may have gaps: an earlier one has dropped some."""
     model, reference, cache = shared_model(), Reference(shared_model()), None
-    facts = dict(budget=12, sink_tokens=2, min_tokens=0, kernel=kernel)
+    facts = dict(budget=12, sink_tokens=2, min_tokens=0, kernel_size=kernel)
     for seed, (length, recent) in enumerate(turns):
         prompt = tokens(seed, length)
         cache = compact_prompt_cache(
@@ -569,7 +588,7 @@ def test_a_trim_is_right_or_refused(turns, fed, kernel):
 @pytest.mark.parametrize("kernel", [1, 7])
 def test_recent_rows_across_turns_with_a_gap_are_trimmed_by_position(kernel, n):
     """Of the eight newest rows, one is new and another one's neighbours are gone."""
-    facts = dict(budget=16, sink_tokens=2, min_tokens=0, kernel=kernel)
+    facts = dict(budget=16, sink_tokens=2, min_tokens=0, kernel_size=kernel)
     cache, reference = compacted(recent_tokens=1, **facts)
     prompt = tokens(1, 1)
     cache = compact_prompt_cache(
@@ -629,7 +648,7 @@ def test_a_twin_decodes_and_trims_as_the_cache_itself(how, fed, tmp_path):
     else:
         twin = copy.deepcopy(cache)
         assert isinstance(twin, CompactPromptCache)
-        assert twin.left_whole == {}
+        assert twin.skipped_layers == {}
     for ours, other in zip(twin, cache):
         assert type(ours) is CompactCache
         assert ours.offset == other.offset == 60 + fed
@@ -714,7 +733,7 @@ def test_each_turn_is_compacted_to_the_budget(prefill):
             prompt_cache=cache,
             prefill_step_size=prefill,
         )
-        assert isinstance(cache, CompactPromptCache) and cache.left_whole == {}
+        assert isinstance(cache, CompactPromptCache) and cache.skipped_layers == {}
         reference.feed(prompt)
         reference.compact(24, min_tokens=0).check(cache)
         check_decoding(cache, reference, tokens(20 + turn, 6), [1, 1, 4])
@@ -766,11 +785,11 @@ def test_sinks_survive_every_turn(lengths, budget):
     check_decoding(cache, reference, tokens(50, 2), [1, 1])
 
 
-def test_sliding_layers_are_left_whole():
+def test_sliding_layers_are_skipped():
     model, prompt = hybrid_model(), tokens(0, 60)
     cache = compact_prompt_cache(model, prompt, **SMALL)
-    assert list(cache.left_whole) == [0, 2]
-    assert all(isinstance(why, str) and why for why in cache.left_whole.values())
+    assert list(cache.skipped_layers) == [0, 2]
+    assert all(isinstance(why, str) and why for why in cache.skipped_layers.values())
     kinds = [RotatingKVCache, CompactCache, RotatingKVCache]
     assert [type(layer) for layer in cache] == kinds
     assert (cache[1].offset, cache[1].size()) == (60, 16)
@@ -782,7 +801,7 @@ def test_sliding_layers_are_left_whole():
     reference.layers = layers
     check_decoding(cache, reference, tokens(1, 12), [1] * 12)
     again = compact_prompt_cache(model, tokens(2, 40), prompt_cache=cache, **SMALL)
-    assert list(again.left_whole) == [0, 2]
+    assert list(again.skipped_layers) == [0, 2]
     assert (again[1].offset, again[1].size()) == (112, 16)
 
 
@@ -1014,6 +1033,22 @@ def test_wrong_arguments_are_refused(wrong):
         compact_prompt_cache(shared_model(), **facts)
 
 
+def test_text_for_tokens_is_refused_with_what_to_do():
+    for budget in (16, SnapKV(16)):
+        with pytest.raises(TypeError, match=r"tokenizer\.encode\(prompt\)"):
+            mlx_sinks.compact_prompt_cache(shared_model(), "Why?", budget)
+
+
+def test_a_number_is_a_method_with_that_budget():
+    prompt = tokens(0, 300)
+    one, other = (
+        mlx_sinks.compact_prompt_cache(shared_model(), prompt, budget)
+        for budget in (32, SnapKV(32))
+    )
+    for ours, theirs in zip(one, other):
+        assert all(map(mx.array_equal, ours.state, theirs.state))
+
+
 def test_an_empty_next_turn_is_refused():
     cache, reference = compacted()
     with pytest.raises(ValueError):
@@ -1143,8 +1178,8 @@ def seen():
     return calls, {**vars(llama)}, {**vars(base)}, {**vars(mx.fast)}
 
 before = seen()
-from mlx_sinks import compact_prompt_cache
-compact_prompt_cache(model, mx.arange(60), budget=16, min_tokens=0)
+import mlx_sinks
+mlx_sinks.compact_prompt_cache(model, mx.arange(60), mlx_sinks.SnapKV(16, min_tokens=0))
 for old, new in zip(before, seen()):
     assert [key for key in old if new[key] is not old[key]] == []
     assert set(new) == set(old), set(new) ^ set(old)
@@ -1194,7 +1229,7 @@ def test_stock_generation_is_as_before():
 TWO_THREADS = """
 import json, os, threading
 import mlx.core as mx
-from mlx_sinks import compact_prompt_cache
+from mlx_sinks import SnapKV, compact_prompt_cache
 import small_models
 
 shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -1209,7 +1244,7 @@ def compacted(number, alone):
             turns[number].acquire(timeout=20)
     prompt = (mx.arange(60) * (7 + 4 * number)) % 97
     cache = compact_prompt_cache(
-        models[number], prompt, budget=16 + 4 * number, min_tokens=0,
+        models[number], prompt, SnapKV(16 + 4 * number, min_tokens=0),
         prefill_step_size=10, prompt_progress_callback=wait)
     rows = [rows.tolist() for layer in cache for rows in layer.rows()]
     logits = models[number](mx.array([[1, 2, 3]]), cache)

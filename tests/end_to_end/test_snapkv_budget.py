@@ -68,9 +68,8 @@ def test_the_perplexities_are_those_of_the_public_function(folder, outcome):
         full = perplexity(model, rest, caches)
         for budget in BUDGETS:
             for arm, guarantee in (("guarantee", True), ("old cap", False)):
-                caches = mlx_sinks.compact_prompt_cache(
-                    model, read, budget=budget, guarantee_sinks=guarantee
-                )
+                method = mlx_sinks.SnapKV(budget, guarantee_sinks=guarantee)
+                caches = mlx_sinks.compact_prompt_cache(model, read, method)
                 ratio = rows[arm, budget]["each_times_full"][number]
                 assert ratio * full == pytest.approx(
                     perplexity(model, rest, caches), rel=1e-4

@@ -138,10 +138,10 @@ class TestApply:
         with pytest.raises(ValueError, match="sinks=16"):
             model(mx.arange(4)[None])
 
-    def test_none_takes_it_away_again(self, selections):
+    def test_unapply_takes_it_away_again(self, selections):
         model = small_models.make()
         mlx_sinks.apply(model, SinkPolicy(2, 2))
-        mlx_sinks.apply(model, None)
+        assert mlx_sinks.unapply(model) == 2
         selections.clear()  # the self-check's
         mx.eval(model(mx.arange(24)[None]))
         assert not selections
