@@ -33,8 +33,8 @@ def forced_columns(sinks, recency, B, L, T, left_padding=None, mask=None):
 
 
 def clamped_recency(sinks, recency, k):
-    """Sinks stay, recency gets the slots that they leave."""
-    return min(recency, k - sinks)
+    """Sinks stay, recency gets the slots that they leave; by default at most 128."""
+    return min(min(128, k // 2) if recency is None else recency, k - sinks)
 
 
 def rank(scores, exact_infinities):

@@ -127,8 +127,7 @@ def of_probe(
             True,
             f"{len(suspects)} of {len(skills)} layers select little of what attention "
             f"wants, worst first (skill): {worst}{more}",
-            "right weights; what softens it until then: "
-            f"{_softened(settings, command)}",
+            f"right weights; {_softened(settings, command)}",
         )
     ]
 
@@ -318,12 +317,14 @@ def _fix(place: Place, settings: Settings, command: str = "COMMAND") -> str:
 
 
 def _softened(settings: Settings, command: str) -> str:
-    """The command with the guarantee, its recency not below the default."""
-    settings = settings.switched_on("dsa")
-    policy = settings.policy
+    """What helps until then: the guarantee, its recency not below the default."""
+    softer = settings.switched_on("dsa")
+    policy = softer.policy
     if policy.recency is not None and policy.recency < RECENCY:
-        settings = replace(settings, policy=replace(policy, recency=None))
-    return _typed(settings, command)
+        softer = replace(softer, policy=replace(policy, recency=None))
+    if softer == settings:
+        return "until then the guarantee, which is on, softens it"
+    return f"what softens it until then: {_typed(softer, command)}"
 
 
 def _typed(settings: Settings, command: str) -> str:

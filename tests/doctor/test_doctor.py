@@ -151,7 +151,7 @@ def test_a_shell_that_asks_for_too_little_or_too_much(doctor, folders):
         ("dsa=0", "MLX_SINKS=1"),
         ("sinks=0", "MLX_SINKS=1"),
         ("sinks=8,recency=4,dsa=0", 'MLX_SINKS="sinks=8,recency=4"'),
-        ("rotating=0,dsa=0", 'MLX_SINKS="sinks=4,recency=64,rotating=0"'),
+        ("rotating=0,dsa=0", 'MLX_SINKS="rotating=0"'),
     ],
 )
 def test_a_fix_keeps_what_the_shell_says(doctor, folders, variable, fixed):
@@ -336,7 +336,9 @@ def test_with_a_probe_it_looks_at_what_indexers_choose(doctor, folders, tmp_path
     assert (status, causes(result)) == (1, ["indexers choose badly"])
     assert len(result["verdicts"]) == 1
     assert "of 7 layers" in result["verdicts"][0]["sentence"]
-    assert 'MLX_SINKS="sinks=4,recency=128"' in result["verdicts"][0]["fix"]
+    assert "until then: MLX_SINKS=1 mlx_lm" in result["verdicts"][0]["fix"]
+    _, result = doctor(*options, variable="1")
+    assert "the guarantee, which is on" in result["verdicts"][0]["fix"]
 
 
 def test_a_probe_that_can_not_be_leaves_the_rest(doctor, folders, tmp_path):

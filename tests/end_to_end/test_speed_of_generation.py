@@ -81,7 +81,6 @@ def test_stock_is_stock_whatever_the_variable_says(folder):
     check_tokens(same_tokens(json.loads(shown.stdout)))
 
 
-@pytest.mark.filterwarnings("ignore:recency=64")
 def test_random_layers_too_at_the_default_lengths(monkeypatch):
     """In this process, with smaller sizes than GLM's, under a plugin that is on."""
     small = small_models.config("glm_moe_dsa")

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_sinks
-from mlx_sinks.sparse.selection import listening
+from mlx_sinks.sparse.selection import watching
 from smollm2 import zoo
 from smollm2.build import random_indexers
 from smollm2.smollm2_dsa import Model, ModelArgs
@@ -70,8 +70,8 @@ def test_every_layer_is_probed_and_every_arm_differs(kind, model, trained):
     zoo.make(model, case(kind, trained))
     with mlx_sinks.probe(model, mlx_sinks.SinkPolicy(2, 3), block=10) as recording:
         model(tokens(), cache=make_prompt_cache(model))
-    assert recording.figure("mass").shape == (LAYERS, 3)
-    assert not np.isnan(recording.figure("mass")).any()
+    assert recording.metric("mass").shape == (LAYERS, 3)
+    assert not np.isnan(recording.metric("mass")).any()
     logits = {}
     for arm, context in arms(model, mlx_sinks.SinkPolicy(2, 3)).items():
         with context():
@@ -107,14 +107,14 @@ def test_what_each_kind_is(model, trained):
 
 def test_four_layers_share_one_selection(model, trained):
     zoo.make(model, case("shared by four", trained))
-    heard = []
+    seen = []
     with (
         mlx_sinks.patched(mlx_sinks.SinkPolicy(0, 0)),
-        listening(lambda scores, *_: heard.append(scores)),
+        watching(lambda scores, *_: seen.append(scores)),
     ):
         model(tokens(), cache=make_prompt_cache(model))
     own = {id(indexer) for indexer in indexers(model)}
-    assert len(heard) == LAYERS / zoo.SHARED_BY == len(own)
+    assert len(seen) == LAYERS / zoo.SHARED_BY == len(own)
 
 
 def test_a_case_is_told_apart_by_its_weights(trained, tmp_path):

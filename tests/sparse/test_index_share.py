@@ -319,7 +319,7 @@ def test_the_probe_looks_at_shared_layers_too(model):
             cache = model.make_cache() if cached else None
             mx.eval(model(mx.array(tokens())[None], cache))
         assert len(recording.layers) == 7
-        figures.append(recording.figure("mass"))
+        figures.append(recording.metric("mass"))
     np.testing.assert_allclose(*figures, atol=1e-5)
 
 

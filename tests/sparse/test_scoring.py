@@ -18,7 +18,7 @@ from packaging.version import Version
 import oracle
 from mlx_sinks import PolicyError, SinkPolicy
 from mlx_sinks.sparse.scoring import IndexScores, default_memory
-from mlx_sinks.sparse.selection import listening, select_columns
+from mlx_sinks.sparse.selection import select_columns, watching
 from processes import run
 from strategies import (
     DTYPES,
@@ -271,13 +271,13 @@ def test_traced_selection_equals_untraced(L, mask_kind):
 def test_a_listener_hears_all_the_scores_and_changes_nothing(case):
     arguments = case.arguments()
     left_padding, mask = arguments[-2:]
-    heard = []
-    with listening(lambda *what: heard.append(what)):
+    seen = []
+    with watching(lambda *what: seen.append(what)):
         columns = select(*arguments)
-    [(scores, heard_padding, heard_mask)] = heard
+    [(scores, seen_padding, seen_mask)] = seen
     assert isinstance(scores, mx.array)
     assert np.array_equal(to_numpy(scores), formula(*case.inputs()))
-    assert heard_padding is left_padding and heard_mask is mask
+    assert seen_padding is left_padding and seen_mask is mask
     assert row_sets(columns) == row_sets(select(*arguments))
 
 
