@@ -1,4 +1,4 @@
-"""What the probe's hook costs a selection when nobody listens.
+"""What the probe's hook costs a selection when nobody watches.
 
     python bench/probe_cost.py
 
@@ -27,7 +27,7 @@ from tools.rounds import in_turn, median, ratio, seconds
 from tools.script import Script
 
 INDEX_TOPK = 2048
-HOOK = r"    if \(listener := .*\n        .*_heard\(.*\n"
+HOOK = r"    if \(watcher := .*\n        .*_shown\(.*\n"
 
 
 def main() -> int:
@@ -73,7 +73,7 @@ def without_hook() -> Callable[..., mx.array]:
 
 
 def show(result: dict, console: Console) -> None:
-    title = f"One selection of {result['index_topk']} columns, nobody listens"
+    title = f"One selection of {result['index_topk']} columns, nobody watches"
     headings = ("columns", "with the hook (µs)", "without (µs)", "ratio")
     view = new_table(title, *headings)
     for row in result["rows"]:

@@ -19,7 +19,7 @@ from strategies import examples
 
 
 def test_policy_defaults():
-    assert SinkPolicy() == SinkPolicy(sinks=4, recency=64)
+    assert SinkPolicy() == SinkPolicy(sinks=4, recency=None)
     assert SinkPolicy(0, 0) == SinkPolicy(sinks=0, recency=0)
 
 
@@ -28,12 +28,12 @@ def test_policy_is_frozen_and_hashable():
     with pytest.raises(FrozenInstanceError):
         policy.sinks = 1
     assert hash(policy) == hash(SinkPolicy())
-    assert replace(policy, sinks=1) == SinkPolicy(1, 64)
+    assert replace(policy, sinks=1) == SinkPolicy(1)
 
 
-NO_COUNTS = [-1, -(10**9), 1.5, 4.0, float("nan"), True, False, "4", "", None, [4]]
+NO_COUNTS = [-1, -(10**9), 1.5, 4.0, float("nan"), True, False, "4", "", [4]]
 REFUSED = {
-    "sinks": NO_COUNTS,
+    "sinks": [*NO_COUNTS, None],
     "recency": NO_COUNTS,
     "scoring": ["x", "", "Blocks", None, True, 1, ["blocks"]],
     "score_memory": [0, -1, 1.5, 1e9, True, False, "512MB", "1", [1]],
@@ -67,6 +67,17 @@ def fit_warnings(call):
         warnings.simplefilter("always")
         result = call()
     return result, [w for w in caught if issubclass(w.category, UserWarning)]
+
+
+@pytest.mark.parametrize(
+    ("sinks", "k", "recency"),
+    [(4, 2048, 128), (4, 256, 128), (4, 255, 127), (4, 128, 64), (4, 5, 1), (0, 1, 0)],
+)
+def test_recency_that_nobody_asked_for_is_128_or_half(sinks, k, recency):
+    fitted, caught = fit_warnings(lambda: SinkPolicy(sinks).fit(k))
+    assert (fitted, caught) == (SinkPolicy(sinks, recency), [])
+    assert str(fitted) == f"{sinks} sinks + {recency} recent"
+    assert str(SinkPolicy(sinks)) == f"{sinks} sinks + up to 128 recent"
 
 
 def test_fit_leaves_what_fits():
@@ -125,7 +136,7 @@ def read(value):
 
 @pytest.mark.parametrize("value", ["1", "on", "ON", "true", "yes", " 1 "])
 def test_on(value):
-    assert read(value) == SinkPolicy(sinks=4, recency=64)
+    assert read(value) == SinkPolicy(sinks=4, recency=None)
 
 
 @pytest.mark.parametrize("value", ["", "0", "off", "False", "no", " "])
@@ -142,7 +153,7 @@ def test_unset():
     [
         ("sinks=8,recency=128", SinkPolicy(8, 128)),
         ("recency=128, sinks=8", SinkPolicy(8, 128)),
-        ("sinks = 8", SinkPolicy(8, 64)),
+        ("sinks = 8", SinkPolicy(8)),
         ("RECENCY=0", SinkPolicy(4, 0)),
         ("sinks=0,recency=0", SinkPolicy(0, 0)),
     ],
@@ -243,9 +254,9 @@ def test_the_value_of_settings_is_read_as_those_settings(settings):
         (" On ", "1", []),
         ("sinks=4", "1", []),
         ("rotating=1", "1", []),
-        ("recency=8", "sinks=4,recency=8", []),
-        ("snapkv=0,dsa=off", "sinks=4,recency=64,dsa=0,snapkv=0", ["dsa", "snapkv"]),
-        ("kv_budget=9", "sinks=4,recency=64,kv_budget=9", []),
+        ("recency=8", "recency=8", []),
+        ("snapkv=0,dsa=off", "dsa=0,snapkv=0", ["dsa", "snapkv"]),
+        ("kv_budget=9", "kv_budget=9", []),
     ],
 )
 def test_settings(said, value, off):

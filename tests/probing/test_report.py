@@ -7,7 +7,7 @@ import pytest
 
 from mlx_sinks import Recording, SinkPolicy
 from mlx_sinks.probing import report
-from mlx_sinks.probing.coverage import FIGURES
+from mlx_sinks.probing.coverage import METRICS
 
 
 def recording_of(masses, layers=3):
@@ -21,7 +21,7 @@ def recording_of(masses, layers=3):
                 recording.add(
                     layer,
                     16 + 4 * place,
-                    np.array([figures.get(name, np.nan) for name in FIGURES]),
+                    np.array([figures.get(name, np.nan) for name in METRICS]),
                 )
     return recording
 
@@ -30,13 +30,13 @@ def test_a_recording_as_json():
     recording = recording_of([[0.25, None], [0.5, 0.75], [None, None]])
     text = json.dumps(report.as_dict(recording), allow_nan=False)
     assert text.count("null") >= 3
-    for part in (*recording.layers, *FIGURES, "0.25", "0.75", "16"):
+    for part in (*recording.layers, *METRICS, "0.25", "0.75", "16"):
         assert part in text
 
 
 def test_by_layer_is_the_average_over_blocks():
     means = report.by_layer(recording_of([[0.2, 0.4], [0.5, 0.7], [0.9, 0.9]]))
-    assert set(means) == set(FIGURES)
+    assert set(means) == set(METRICS)
     np.testing.assert_allclose(means["mass"], [0.3, 0.6, 0.9], atol=1e-6)
 
 

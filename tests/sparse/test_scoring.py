@@ -268,7 +268,7 @@ def test_traced_selection_equals_untraced(L, mask_kind):
 
 @given(indexed())
 @examples(100)
-def test_a_listener_hears_all_the_scores_and_changes_nothing(case):
+def test_a_watcher_sees_all_the_scores_and_changes_nothing(case):
     arguments = case.arguments()
     left_padding, mask = arguments[-2:]
     seen = []

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 import oracle
 from mlx_sinks import SinkPolicy
-from mlx_sinks.sparse.selection import is_heard, listening, select_columns
+from mlx_sinks.sparse.selection import is_watched, select_columns, watching
 from strategies import (
     DTYPES,
     FINITE,
@@ -382,55 +382,55 @@ def test_the_oracle_sees_one_exchanged_column(case, random):
     assert case.faults(np.array(best)[None, None, None]) != []
 
 
-# ------------------------------------------------------------------ who listens
+# ------------------------------------------------------------------ who watches
 
 SCORES = mx.random.normal((2, 1, 3, 9), key=mx.random.key(0))
 
 
-def test_a_listener_gets_what_a_selection_chooses_from():
-    heard = []
+def test_a_watcher_gets_what_a_selection_chooses_from():
+    seen = []
     padding, mask = mx.array([0, 2]), mx.ones((3, 9), mx.bool_)
-    with listening(lambda *chosen_from: heard.append(chosen_from)):
-        assert is_heard()
+    with watching(lambda *chosen_from: seen.append(chosen_from)):
+        assert is_watched()
         columns = select_columns(SCORES, 4, SinkPolicy(1, 2), padding, mask)
         assert select_columns(SCORES, 9, SinkPolicy(2, 3)) is None
         select_columns(SCORES, 8, SinkPolicy(0, 0))
-    assert not is_heard()
+    assert not is_watched()
     select_columns(SCORES, 4, SinkPolicy(1, 1))
-    first, second = heard
+    first, second = seen
     assert all(got is given for got, given in zip(first, (SCORES, padding, mask)))
     assert second[0] is SCORES
     assert second[1:] == (None, None)
-    unheard = select_columns(SCORES, 4, SinkPolicy(1, 2), padding, mask)
-    np.testing.assert_array_equal(np.array(columns), np.array(unheard))
+    unwatched = select_columns(SCORES, 4, SinkPolicy(1, 2), padding, mask)
+    np.testing.assert_array_equal(np.array(columns), np.array(unwatched))
 
 
-def test_a_listener_is_gone_after_an_exception():
-    with pytest.raises(ZeroDivisionError), listening(print):
+def test_a_watcher_is_gone_after_an_exception():
+    with pytest.raises(ZeroDivisionError), watching(print):
         raise ZeroDivisionError
-    assert not is_heard()
+    assert not is_watched()
 
 
-def test_listening_blocks_nest():
+def test_watching_blocks_nest():
     outer, inner = [], []
-    with listening(lambda *_: outer.append(1)):
-        with listening(lambda *_: inner.append(1)):
+    with watching(lambda *_: outer.append(1)):
+        with watching(lambda *_: inner.append(1)):
             select_columns(SCORES, 4, SinkPolicy(1, 1))
         assert len(inner) == 1
-        heard = len(outer)
+        seen = len(outer)
         select_columns(SCORES, 4, SinkPolicy(1, 1))
-    assert len(outer) == heard + 1
+    assert len(outer) == seen + 1
     assert len(inner) == 1
 
 
-def test_listening_is_the_threads_own():
-    heard = []
+def test_watching_is_the_threads_own():
+    seen = []
 
     def elsewhere():
         select_columns(SCORES, 4, SinkPolicy(1, 1))
-        return is_heard()
+        return is_watched()
 
-    with listening(lambda *_: heard.append(1)):
+    with watching(lambda *_: seen.append(1)):
         assert not lasting(elsewhere).result(60)
-        assert is_heard()
-    assert heard == []
+        assert is_watched()
+    assert seen == []
