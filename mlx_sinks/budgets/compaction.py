@@ -120,8 +120,8 @@ def compacting(
 ) -> nn.Module:
     """A model that compacts its caches once it has read that many tokens.
 
-    For the code that calls a model with a prompt in steps: until then it is observed,
-    and from then on it is the model itself.
+    For code that calls a model with a prompt in steps. Until then the queries of its
+    layers are observed; from then on it is the model itself.
     """
 
     @functools.wraps(type(model).__call__)

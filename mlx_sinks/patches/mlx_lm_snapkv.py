@@ -56,7 +56,7 @@ class SnapKVPatch(Patch):
         return f"{policy.sinks} sinks of prompts compacted to {policy.kv_budget} rows"
 
     def self_check(self, module: ModuleType) -> str | None:
-        # So it stands there while Python looks for the module that it shall run.
+        # Python has set sys.argv to ["-m"] while it looks for the module to run.
         name = module.__name__
         if sys.argv[:1] == ["-m"] and {name, f"-m{name}"} & {*sys.orig_argv}:
             return (
@@ -101,7 +101,7 @@ class SnapKVPatch(Patch):
     ):
         _refuse_to_quantise(named)
         caches = _caches(named, model, draft_model)
-        # Upstream divides them so.
+        # The model's own come first, the draft model's after them, as in upstream.
         own, drafts = caches[: len(model.layers)], caches[len(model.layers) :]
         model = self._compacting(policy, model, own, prompt, named)
         draft_model = self._compacting(policy, draft_model, drafts, prompt, named)
@@ -157,7 +157,8 @@ class SnapKVPatch(Patch):
     def _insert_cache(
         self, policy, upstream, store, model, tokens, prompt_cache, **named
     ):
-        # A prompt as it is before its last token; the system's serves other questions.
+        # The prompt without its last token. A system prompt serves other questions, too,
+        # and stays whole.
         if named.get("cache_type") != "system":
             compact(prompt_cache, _method(policy))
         _mark(prompt_cache, True)

@@ -41,13 +41,13 @@ def probe(
             model(tokens, cache=make_prompt_cache(model))
         recording.metric("mass").mean(axis=1)  # by layer
 
-    The model runs as it would without: with the policy that is in force, or upstream's
-    own selection, of which this is the same set. Every look is evaluated at once, so it
-    runs slower. Queries are chosen by their position alone, so that it doesn't matter
-    how the tokens are cut into calls, nor whether there is a cache. In a batch every
-    sequence is looked at, from its left padding on; rows that pad a prompt on the right
-    count as real. A probed model may run in one thread at a time; what ``mx.compile``
-    traced before isn't recorded, and can't be traced inside.
+    The model selects as it would without a probe: by the policy that is in force, or by
+    upstream's own code. It runs slower, since each query that is looked at is evaluated
+    at once. Queries are chosen by their position alone: neither the cut into calls nor a
+    cache changes which. In a batch every sequence is looked at, from its left padding
+    on; padding on the right counts as tokens. A probed model may run in one thread at a
+    time. Functions that ``mx.compile`` traced before aren't recorded, and none can be
+    traced inside.
 
     Parameters
     ----------

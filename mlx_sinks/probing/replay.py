@@ -1,9 +1,9 @@
 """A layer's dense attention for a few of its queries, from the layer's own code.
 
 Every kind of model projects and rotates its queries and keys in its own way. So the
-layer's forward is run once more for those queries, in a copy that sees its cache as it
-is and another function in place of the attention kernel: one that takes what it is
-given and ends the run. Neither the model nor its module nor the cache is touched.
+layer's forward runs once more for those queries. It reads a cache that takes no new
+keys. In place of the attention kernel it calls a function that records its arguments
+and ends the run. The model, its module and its cache stay as they are.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class SharingModel(DeepseekV32Model):
             sent = _sent(h, selected() if reused else None, self.pipeline_rank - 1)
             h = mx.depends(h, sent)
             if cache[-1] is not None:
-                # A stage that nobody asks for its output must send all the same.
+                # The message must be sent even where nobody evaluates this output.
                 cache[-1][0].keys = mx.depends(cache[-1][0].keys, sent)
         return self.norm(mx.distributed.all_gather(h)[: h.shape[0]])
 

@@ -13,12 +13,12 @@ GPU_MEMORY = 2**30
 
 @dataclass(frozen=True)
 class IndexScores:
-    """Scores of the lightning indexer, none of them held.
+    """Scores of the lightning indexer, computed a block of queries at a time.
 
     Of query ``i`` and key ``t`` it is ``sum_h weight[i, h] * relu(query[i, h] @
-    key[t])``, as in the DeepSeek-V3.2 report. All heads share the keys, so that the
-    queries of a block are one matrix, (rows * H) x D, against D x T, and the sum over
-    heads is a second product, in float32.
+    key[t])``, as in the DeepSeek-V3.2 report. All heads share the keys: the queries of a
+    block are one matrix, (rows * H) x D, which is multiplied by the keys, D x T. A second
+    product sums over heads, in float32.
 
     Parameters
     ----------

@@ -161,7 +161,7 @@ def _select(
         own = mx.take_along_axis(keys, columns, axis=-1)
         keys = mx.put_along_axis(keys, columns, _forced(own, any_forced), axis=-1)
     selected = mx.argpartition(keys, kth=-index_topk, axis=-1)[..., -index_topk:]
-    # A copy, since the slice would keep the places of all T columns in memory.
+    # A copy: a slice would keep the partition of all T columns in memory.
     return mx.contiguous(selected) if L > 1 else selected
 
 

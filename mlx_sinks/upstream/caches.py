@@ -21,7 +21,7 @@ class OwnCache(upstream._BaseCache):
 
 
 def register(*kinds: type) -> None:
-    """upstream.load_prompt_cache looks classes up by name among its module's own."""
+    """Let ``load_prompt_cache`` find classes: it looks them up in upstream's module."""
     for kind in kinds:
         vars(upstream).setdefault(kind.__name__, kind)
 

@@ -1,7 +1,7 @@
-"""Parts of a model that behave otherwise.
+"""Hooks for parts of a model.
 
-MLX modules have no hooks: what a module does is its class's, and so a part is made one
-of a subclass of its own class.
+MLX modules have none. A module does what its class says, so that a part gets a subclass
+of its own class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 
 def subclass(kind: type, /, **members: Any) -> type:
-    """A class with the name of ``kind``, of which ``members`` alone are other.
+    """A subclass with the name of ``kind``; only ``members`` differ.
 
     Classes live until the next collection of garbage: a member must not hold weights.
     """
@@ -23,7 +23,7 @@ def subclass(kind: type, /, **members: Any) -> type:
 
 
 def copied_as(part: nn.Module, kind: type) -> nn.Module:
-    """A copy of a part that is one of ``kind``; its weights and parts are the same."""
+    """A shallow copy of a part, of the class ``kind``: it shares weights and parts."""
     copied = copy.copy(part)
     copied.__class__ = kind
     return copied
@@ -31,9 +31,9 @@ def copied_as(part: nn.Module, kind: type) -> nn.Module:
 
 @contextmanager
 def hooked(parts: Iterable[tuple[nn.Module, type]]) -> Iterator[None]:
-    """Have each part be of its subclass for a block, however that ends.
+    """Give each part its subclass for a ``with`` block, and its class back after it.
 
-    A copy that is made inside stays one of the subclass.
+    A copy that is made inside keeps the subclass.
     """
     parts = list(parts)
     before = [type(part) for part, _ in parts]

@@ -1,4 +1,4 @@
-"""Where the tokens of a window stand for the layer's rope."""
+"""The positions that a window's tokens have for the layer's rope."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..upstream.caches import stacked
 from .rotation import Rotation
 from .window import Window
 
-# Positions that a sequence reaches before ``local`` counts from its start again: there
-# float32 holds angles to 1e-3, and a window is rotated rarely.
+# The position at which a sequence in ``local`` is moved back: float32 holds angles to
+# 1e-3 up to here, and a window is rotated rarely.
 REBASE_AT = 16_384
 
 
 class Positions:
-    """How positions of each sequence differ from the numbers of its tokens.
+    """The difference between a token's position and its number in the sequence.
 
-    Without a rotation (``"absolute"``) they don't, and nothing is ever rotated. With
-    one (``"local"``) the sinks follow the newest tokens, moved from their original
-    keys, and a sequence that has come far counts from its start again.
+    Without a rotation (``"absolute"``) there is none, and no key is ever rotated. With
+    one (``"local"``) the sinks' positions rise with each evicted token, and a long
+    sequence is moved back now and then (a rebase).
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Positions:
         )
 
     def move_sinks(self, held: mx.array, seen: list[int], ends: list[int]) -> mx.array:
-        """The sinks where they stand after a step, from how the model rotated them.
+        """The sinks' keys at their positions after a step.
 
         Parameters
         ----------
@@ -65,13 +65,13 @@ class Positions:
             which = mx.array(fresh).reshape(-1, 1, 1, 1, 1)
             parts = self.rotation.parts(held)
             self.originals = mx.where(which, parts, self.originals)
-        places = [self.window.evicted(end) for end in ends]
-        moves = [place - moved for place, moved in zip(places, self.moved)]
+        evicted = [self.window.evicted(end) for end in ends]
+        moves = [count - moved for count, moved in zip(evicted, self.moved)]
         self.rotations += self.window.sinks * sum(map(bool, moves))
         return self.rotation.turned(self.originals, moves).astype(held.dtype)
 
     def rebase(self, keys: mx.array, seen: list[int]) -> mx.array:
-        """The keys held, of sequences that have come far back at StreamingLLM's places.
+        """The keys held; long sequences' are moved back to StreamingLLM's positions.
 
         Parameters
         ----------

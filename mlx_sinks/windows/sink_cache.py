@@ -21,10 +21,10 @@ class SinkCache(OwnCache):
     to itself, however the tokens are cut into calls. Source: Xiao et al. 2023,
     "Efficient Streaming Language Models with Attention Sinks" (StreamingLLM).
 
-    With a ``rotation`` (``position_mode="local"``) distances are as if the kept tokens
-    stood side by side: before each step's attention the sinks are moved by the number
-    of evicted tokens, from their original keys. All rows of a step share one place of
-    the sinks, the last row's. Without (``"absolute"``) nothing is ever rotated.
+    With a ``rotation`` (``position_mode="local"``) positions count kept tokens only:
+    before each step's attention the sinks' original keys are rotated forwards by the
+    number of evicted tokens. All queries of a step see the sinks at the positions that
+    hold for the last of them. Without (``"absolute"``) nothing is ever rotated.
 
     Parameters
     ----------
@@ -246,14 +246,14 @@ class SinkCache(OwnCache):
             values = mx.concatenate([self.values[..., :held, :], values], axis=2)
         T, seen = keys.shape[2], np.array(self._seen)[:, None]
 
-        def places(positions):
-            """Where tokens lie now, for each column; any place for no token."""
+        def columns_of(positions):
+            """The columns that tokens are in now; any column for no token."""
             new, old = held + positions - seen, np.arange(positions.shape[1])
             return np.clip(np.where(positions >= seen, new, old), 0, max(T - 1, 0))
 
-        source = places(self.window.held(ends, self._held_columns(L)))
+        source = columns_of(self.window.held(ends, self._held_columns(L)))
         if sinks := self._positions.sinks_to_move(ends):
-            where = _rows(places(np.arange(sinks)[None]))
+            where = _rows(columns_of(np.arange(sinks)[None]))
             moved = mx.take_along_axis(keys, where, axis=2)
             moved = self._positions.move_sinks(moved, self._seen, ends)
             keys = mx.put_along_axis(keys, where, moved, axis=2)
