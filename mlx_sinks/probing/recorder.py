@@ -43,9 +43,9 @@ def probe(
 
     The model selects as it would without a probe: by the policy that is in force, or by
     upstream's own code. It runs slower, since each query that is looked at is evaluated
-    at once. Queries are chosen by their position alone: neither the cut into calls nor a
-    cache changes which. In a batch every sequence is looked at, from its left padding
-    on; padding on the right counts as tokens. A probed model may run in one thread at a
+    at once. Queries are chosen by position: neither the cut into calls nor a cache
+    changes which. In a batch every sequence is looked at, from its left padding on;
+    padding on the right counts as tokens. A probed model may run in one thread at a
     time. Functions that ``mx.compile`` traced before aren't recorded, and none can be
     traced inside.
 

@@ -16,9 +16,9 @@ class IndexScores:
     """Scores of the lightning indexer, computed a block of queries at a time.
 
     Of query ``i`` and key ``t`` it is ``sum_h weight[i, h] * relu(query[i, h] @
-    key[t])``, as in the DeepSeek-V3.2 report. All heads share the keys: the queries of a
-    block are one matrix, (rows * H) x D, which is multiplied by the keys, D x T. A second
-    product sums over heads, in float32.
+    key[t])``, as in the DeepSeek-V3.2 report. All heads share the keys: one product
+    multiplies a block's queries, (rows * H) x D, by the keys, D x T. A second product
+    sums over heads, in float32.
 
     Parameters
     ----------
