@@ -3,14 +3,14 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import oracle
 from mlx_sinks import SinkPolicy
 from mlx_sinks.probing.coverage import FIGURES, row_coverage
+from strategies import examples
 
-examples = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 SPECIAL = [np.nan, np.inf, -np.inf, 0.0, 1.0, -1.0]
 CLOSE = 1e-5
 
@@ -109,7 +109,7 @@ def rows(draw, policy=None):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-@examples
+@examples(150)
 @given(row=rows())
 def test_against_the_oracle(name, row):
     figure, (least, most) = covered(*row)[name], expected(*row)[name]
@@ -119,7 +119,7 @@ def test_against_the_oracle(name, row):
         assert least - CLOSE <= figure <= most + CLOSE
 
 
-@examples
+@examples(150)
 @given(rows())
 def test_nothing_exceeds_the_best(row):
     figures = covered(*row)
@@ -128,7 +128,7 @@ def test_nothing_exceeds_the_best(row):
     assert figures["mass_best"] <= 1 + CLOSE
 
 
-@examples
+@examples(150)
 @given(rows(SinkPolicy(0, 0)))
 def test_the_empty_policy_guarantees_what_scores_choose(row):
     figures = covered(*row)

@@ -1,5 +1,6 @@
 """A probe on running models: it disturbs nothing, and what it records is true."""
 
+import functools
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -7,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models import deepseek_v32
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, make_prompt_cache
@@ -16,51 +16,35 @@ import dense_oracle
 import mlx_sinks
 import processes
 import reference
-import several_machines
 import small_models
+from batches import alone_tokens, batch_tokens
 from mlx_sinks import ProbeError, Recording, SinkPolicy
 from mlx_sinks.patches import registry
 from mlx_sinks.probing.coverage import FIGURES
 from mlx_sinks.sparse.selection import is_heard
+from small_models import tokens as prompt
 
 UPSTREAM = deepseek_v32.Indexer.__call__
 TOPK, POLICY = small_models.INDEX_TOPK, SinkPolicy(2, 3)
-
-
-@pytest.fixture
-def make(monkeypatch):
-    """Small models with many index heads, so that few scores tie at zero."""
-    config = small_models.config
-    monkeypatch.setattr(
-        small_models, "config", lambda *facts: config(*facts) | {"index_n_heads": 24}
-    )
-    return small_models.make
+make = functools.partial(small_models.make, **small_models.MANY_HEADS)
 
 
 @pytest.fixture(params=small_models.KINDS)
-def model(request, make):
+def model(request):
     return make(request.param, seed=3)
 
 
 @pytest.fixture
-def one_model(make):
+def one_model():
     """Where the kind doesn't matter."""
     return make(seed=3)
 
 
-def prompt(seed, length):
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
-
-
 def feed(model, tokens, chunk=None, cache=None):
     """The logits (L, vocab) of one sequence, ``chunk`` tokens a call."""
-    cache = make_prompt_cache(model) if cache is None else cache
     chunk = chunk or len(tokens)
-    logits = [
-        model(mx.array([tokens[start : start + chunk]]), cache=cache)
-        for start in range(0, len(tokens), chunk)
-    ]
-    return np.array(mx.concatenate(logits, axis=1)[0].astype(mx.float32))
+    cuts = [chunk] * -(-len(tokens) // chunk)
+    return small_models.logits(model, tokens, cuts, cache)
 
 
 def feed_together(model, prompts, chunk=None):
@@ -73,11 +57,6 @@ def feed_together(model, prompts, chunk=None):
     tokens = mx.array([[0] * f + p for f, p in zip(padding, prompts)])
     for start in range(0, T, chunk or T):
         mx.eval(model(tokens[:, start : start + (chunk or T)], cache=cache))
-
-
-def generated(model, tokens, count=12, **options):
-    steps = generate_step(mx.array(tokens), model, max_tokens=count, **options)
-    return [token for token, _ in steps]
 
 
 def recorded(model, *texts, chunk=None, **options):
@@ -180,13 +159,13 @@ def test_generated_tokens_are_those_without_a_probe(model, policy):
         mlx_sinks.install(policy)
     prompts = [prompt(seed, length) for seed, length in enumerate((5, 40, 23))]
 
-    def batch():
-        options = {"max_tokens": 12, "prefill_step_size": 9}
-        return several_machines.together(model, prompts, **options)
+    def generated():
+        together, _ = batch_tokens(model, prompts, None, 12, prefill_step_size=9)
+        return together, alone_tokens(model, prompts[1], None, 12, prefill_step_size=9)
 
-    expected = batch(), generated(model, prompts[1], prefill_step_size=9)
+    expected = generated()
     with mlx_sinks.probe(model, POLICY, block=8, queries=3):
-        assert (batch(), generated(model, prompts[1], prefill_step_size=9)) == expected
+        assert generated() == expected
 
 
 def test_the_policy_in_force_is_the_one_that_the_model_runs_with(model):
@@ -332,7 +311,7 @@ def test_a_left_padded_batch_is_its_sequences(model, chunk):
 def test_generated_tokens_are_looked_at_as_prompts_are(model):
     p = prompt(2, 20)
     with mlx_sinks.probe(model, POLICY, block=4, queries=4) as as_generated:
-        answer = generated(model, p, 21)
+        answer = alone_tokens(model, p, None, 21)
     as_prompt = recorded(model, p + answer[:-1], block=4, queries=4)
     assert as_prompt.blocks == [16, 20, 24, 28, 32, 36]
     for name in FIGURES:
@@ -371,7 +350,7 @@ def test_nothing_is_recorded_while_all_tokens_fit(model):
 @pytest.mark.parametrize(
     ("block", "queries"), [(8, 1), (8, 2), (8, 8), (10, 4), (7, 3), (64, 5)]
 )
-def test_evenly_spaced_queries(make, monkeypatch, block, queries):
+def test_evenly_spaced_queries(monkeypatch, block, queries):
     model, seen = make(index_topk=8), looked_at(monkeypatch)
     with mlx_sinks.probe(model, SinkPolicy(1, 1), block=block, queries=queries) as r:
         feed(model, prompt(0, 80))
@@ -442,11 +421,23 @@ def test_a_call_without_a_cache_is_a_sequence_from_its_start_on(model):
 @pytest.mark.parametrize(
     "options", [dict(dtype=mx.bfloat16), dict(bits=4)], ids=["bfloat16", "4 bits"]
 )
-def test_other_weights(make, options):
+def test_other_weights(options):
     recording = recorded(make(**options), prompt(0, 60), block=16, queries=4)
     figures = {name: recording.figure(name) for name in FIGURES}
     assert np.isfinite(list(figures.values())).all()
     assert (figures["mass"] <= figures["mass_best"] + 1e-5).all()
+
+
+def test_layers_that_share_a_selection_are_looked_at_too():
+    mlx_sinks.install(SinkPolicy(4, 6))
+    model, figures = make("glm_moe_dsa", **small_models.glm52(7)), []
+    for cached in (True, False):
+        with mlx_sinks.probe(model, SinkPolicy(4, 6), block=8, queries=8) as recording:
+            cache = model.make_cache() if cached else None
+            mx.eval(model(mx.array([prompt(0, 40)]), cache))
+        assert len(recording.layers) == 7
+        figures.append(recording.figure("mass"))
+    np.testing.assert_allclose(*figures, atol=1e-5)
 
 
 def test_a_recording_averages_by_block_and_is_nan_where_unseen():
@@ -525,7 +516,7 @@ def test_a_second_probe_on_a_model_is_refused_and_the_first_unharmed(one_model):
 # ---------------------------------------------------------------- who hears whom
 
 
-def test_two_probed_models_in_one_thread(make):
+def test_two_probed_models_in_one_thread():
     models = [make(kind, seed=seed) for seed, kind in enumerate(small_models.KINDS)]
     texts = [prompt(0, 40), prompt(1, 60)]
     alone = [recorded(*pair, block=8) for pair in zip(models, texts)]
@@ -584,7 +575,7 @@ def test_two_models_in_two_threads_do_not_hear_each_other():
         np.testing.assert_allclose(together[1], alone[1], atol=1e-5)
 
 
-def test_an_unprobed_model_is_not_heard(make):
+def test_an_unprobed_model_is_not_heard():
     probed, other = make(seed=0), make(seed=1)
     with mlx_sinks.probe(probed, POLICY) as recording:
         feed(other, prompt(0, 40))
