@@ -98,6 +98,14 @@ def run(
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
+def generation(
+    folder: Path | str, prompt: str, max_tokens: int, *more: object
+) -> list[str]:
+    """Arguments of ``mlx_lm.generate``."""
+    given = ("--model", folder, "--prompt", prompt, "--max-tokens", max_tokens)
+    return [*map(str, given), "--ignore-chat-template", *map(str, more)]
+
+
 def python(code: str, *arguments: str | Path, **variables: str) -> Outcome:
     """Run ``python -c code arguments``."""
     return run(sys.executable, "-c", code, *arguments, **variables)
@@ -161,6 +169,18 @@ class Server:
             connection.request("GET", path)
             return connection.getresponse().status
 
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + LIMIT
+        while True:
+            try:
+                self.get("/health")
+                return
+            except OSError:
+                assert self.process.poll() is None, self.log().stderr
+                assert time.monotonic() < deadline, self.log().stderr
+                time.sleep(0.05)
+
     def complete(self, **body) -> tuple[int, dict]:
         """Status and answer of a completion."""
         with self.completion(**body) as response:
@@ -196,7 +216,7 @@ def serving(folder: Path, *argv: str | Path, **variables: str) -> Iterator[Serve
         )
     try:
         server = Server(port, log, process)
-        _wait_for(server)
+        server.wait()
         yield server
     finally:
         process.terminate()
@@ -205,15 +225,3 @@ def serving(folder: Path, *argv: str | Path, **variables: str) -> Iterator[Serve
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _wait_for(server: Server) -> None:
-    deadline = time.monotonic() + LIMIT
-    while True:
-        try:
-            server.get("/health")
-            return
-        except OSError:
-            assert server.process.poll() is None, server.log().stderr
-            assert time.monotonic() < deadline, server.log().stderr
-            time.sleep(0.05)

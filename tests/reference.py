@@ -24,21 +24,21 @@ def selections(weights, config, tokens, sinks=0, recency=0):
 
 
 def _forward(weights, config, tokens, sinks, recency):
-    model, eps = _under(weights, "model."), config["rms_norm_eps"]
+    model, eps = under(weights, "model."), config["rms_norm_eps"]
     hidden = model["embed_tokens.weight"][list(tokens)].astype(np.float64)
     selected = []
     for i, owns_indexer in enumerate(full_layers(config)):
-        w = _under(model, f"layers.{i}.")
+        w = under(model, f"layers.{i}.")
         x = rms_norm(hidden, w["input_layernorm.weight"], eps)
-        qr = compressed_queries(_under(w, "self_attn."), x)
+        qr = compressed_queries(under(w, "self_attn."), x)
         if owns_indexer:
-            scores = index_scores(_under(w, "self_attn.indexer."), config, x, qr)
+            scores = index_scores(under(w, "self_attn.indexer."), config, x, qr)
             columns = select(scores, config["index_topk"], sinks, recency)
         selected.append(columns)
-        hidden = hidden + attention(_under(w, "self_attn."), config, x, qr, columns)
+        hidden = hidden + attention(under(w, "self_attn."), config, x, qr, columns)
         x = rms_norm(hidden, w["post_attention_layernorm.weight"], eps)
         mlp = experts if has_experts(config, i) else feed_forward
-        hidden = hidden + mlp(_under(w, "mlp."), config, x)
+        hidden = hidden + mlp(under(w, "mlp."), config, x)
     hidden = rms_norm(hidden, model["norm.weight"], eps)
     return linear(weights, "lm_head", hidden), selected
 
@@ -107,25 +107,37 @@ def compressed_queries(w, x):
     return rms_norm(linear(w, "q_a_proj", x), w["q_a_layernorm.weight"], INNER_EPS)
 
 
-def attention(w, config, x, qr, columns):
-    """(L, hidden_size): latent attention over `columns`, or all visible ones."""
-    L, heads, rank = len(x), config["num_attention_heads"], config["kv_lora_rank"]
+def compressed_keys(w, config, x):
+    """(L, kv_lora_rank) latent, and (L, qk_rope_head_dim) rotated: of all heads."""
+    rank, compressed = config["kv_lora_rank"], linear(w, "kv_a_proj_with_mqa", x)
+    latent = rms_norm(compressed[:, :rank], w["kv_a_layernorm.weight"], INNER_EPS)
+    return latent, rope(compressed[:, rank:], config, interleaved=True)
+
+
+def attention_weights(w, config, x, qr, columns):
+    """(H, L, T): softmax over `columns`, or over all visible ones."""
+    L, heads = len(x), config["num_attention_heads"]
     nope, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     queries = linear(w, "q_b_proj", qr).reshape(L, heads, nope + rotated)
-    compressed = linear(w, "kv_a_proj_with_mqa", x)
-    latent = rms_norm(compressed[:, :rank], w["kv_a_layernorm.weight"], INNER_EPS)
-    key_rope = rope(compressed[:, rank:], config, interleaved=True)
+    latent, key_rope = compressed_keys(w, config, x)
     seen = np.tri(L, dtype=bool) if columns is None else columns
-    outputs = []
+    weights = []
     for h in range(heads):
         key = latent @ w["embed_q.weight"][h]
-        value = latent @ w["unembed_out.weight"][h].T
         query_rope = rope(queries[:, h, nope:], config, interleaved=True)
         scores = queries[:, h, :nope] @ key.T + query_rope @ key_rope.T
         scores = np.where(seen, scores * (nope + rotated) ** -0.5, -np.inf)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        outputs.append(shares / shares.sum(axis=-1, keepdims=True) @ value)
-    return linear(w, "o_proj", np.concatenate(outputs, axis=-1))
+        weights.append(shares / shares.sum(axis=-1, keepdims=True))
+    return np.stack(weights)
+
+
+def attention(w, config, x, qr, columns):
+    """(L, hidden_size): latent attention over `columns`, or all visible ones."""
+    latent, _ = compressed_keys(w, config, x)
+    weights = attention_weights(w, config, x, qr, columns)
+    values = [latent @ up.T for up in w["unembed_out.weight"]]
+    return linear(w, "o_proj", np.concatenate(weights @ np.stack(values), axis=-1))
 
 
 def feed_forward(w, config, x):
@@ -137,8 +149,8 @@ def experts(w, config, x):
     """(L, hidden_size): the best experts of each token, and the shared ones."""
     output = np.zeros_like(x)
     if config["n_shared_experts"] is not None:
-        output += feed_forward(_under(w, "shared_experts."), config, x)
-    routed = _under(w, "switch_mlp.")
+        output += feed_forward(under(w, "shared_experts."), config, x)
+    routed = under(w, "switch_mlp.")
     affinities = sigmoid(linear(w, "gate", x))
     for i, affinity in enumerate(affinities):
         chosen = route(affinity, w["gate.e_score_correction_bias"], config)
@@ -197,6 +209,6 @@ def linear(w, name, x):
     return x @ w[f"{name}.weight"].T.astype(np.float64) + w.get(f"{name}.bias", 0.0)
 
 
-def _under(weights, prefix):
+def under(weights, prefix):
     """The weights below `prefix`, by the rest of their names."""
     return {n[len(prefix) :]: v for n, v in weights.items() if n.startswith(prefix)}

@@ -16,33 +16,13 @@ from pathlib import Path
 NEW_TOKENS = 20
 
 
-def alone(model, prompts: list[list[int]]) -> list[list[int]]:
-    """Tokens of each prompt by itself."""
-    import mlx.core as mx
-    from mlx_lm.generate import generate_step
-
-    steps = (generate_step(mx.array(p), model, max_tokens=NEW_TOKENS) for p in prompts)
-    return [[int(token) for token, _ in step] for step in steps]
-
-
-def together(
-    model, prompts: list[list[int]], max_tokens: int = NEW_TOKENS, **options
-) -> list[list[int]]:
-    """Tokens of the same prompts as one batch, as upstream's server has it."""
-    from mlx_lm.generate import BatchGenerator
-
-    generator = BatchGenerator(model, max_tokens=max_tokens, **options)
-    results = {uid: [] for uid in generator.insert(prompts)}
-    while responses := generator.next_generated():
-        for response in responses:
-            results[response.uid].append(response.token)
-    generator.close()
-    return list(results.values())
-
-
 def tokens(model, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
-    """Both."""
-    return {"alone": alone(model, prompts), "together": together(model, prompts)}
+    """Of each prompt by itself, and of all as a batch, as upstream's server has it."""
+    from batches import alone_tokens, batch_tokens
+
+    alone = [alone_tokens(model, prompt, None, NEW_TOKENS) for prompt in prompts]
+    together, _ = batch_tokens(model, prompts, None, NEW_TOKENS)
+    return {"alone": alone, "together": together}
 
 
 def main(parallelism: str, folder: str, out: str) -> None:

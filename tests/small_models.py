@@ -5,18 +5,24 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 KINDS = ("deepseek_v32", "glm_moe_dsa")
 INDEX_TOPK = 16
+# Enough for few scores, or none, to tie at a sum of nought.
+MANY_HEADS = {"index_n_heads": 24}
 END = "<|end|>"
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -87,6 +93,23 @@ def make(
         nn.quantize(model, group_size=32, bits=bits)
     mx.eval(model.parameters())
     return model
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    """Random bytes."""
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+def logits(
+    model: nn.Module, tokens: list[int], cuts: Iterable[int], cache: list | None = None
+) -> np.ndarray:
+    """(L, vocabulary) of one sequence, fed in calls of so many tokens as ``cuts``."""
+    cache = make_prompt_cache(model) if cache is None else cache
+    rows, rest = [], mx.array([tokens])
+    for length in cuts:
+        rows.append(model(rest[:, :length], cache=cache))
+        rest = rest[:, length:]
+    return np.array(mx.concatenate(rows, axis=1)[0].astype(mx.float32))
 
 
 def _spread(model: nn.Module, dtype: mx.Dtype = mx.float32) -> None:
@@ -201,7 +224,7 @@ def save_folder(
 
 @dataclass(frozen=True)
 class Folder:
-    """A model's folder, and what a server of it is asked for."""
+    """A model's folder, and what is asked of it here and of its server alike."""
 
     folder: str
     tokenizer: object
@@ -211,6 +234,32 @@ class Folder:
     def only_letters(self) -> dict[int, float]:
         return only_letters(self.tokenizer)
 
+    @property
+    def options(self) -> dict:
+        """Of a generation in this process."""
+        biased = make_logits_processors(self.only_letters)
+        return {"max_tokens": self.max_tokens, "logits_processors": biased}
+
     def request(self, prompt, **more):
         fixed = {"max_tokens": self.max_tokens, "temperature": 0}
         return {"prompt": prompt, "logit_bias": self.only_letters, **fixed, **more}
+
+    def complete(self, server, prompt, **more) -> tuple[str, int]:
+        """A server's text, and the number of tokens that it had cached."""
+        status, answer = server.complete(**self.request(prompt, **more))
+        assert status == 200, answer
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["text"], cached
+
+    def complete_together(self, server, prompts) -> list[str]:
+        """A server's texts of requests that it takes up together.
+
+        A request with a seed is served alone: what comes meanwhile is queued.
+        """
+        first = self.request("Wait.", max_tokens=300, seed=0, stream=True)
+        pool = ThreadPoolExecutor(len(prompts))
+        with server.completion(**first) as response, pool:
+            assert response.readline()
+            answers = pool.map(lambda prompt: self.complete(server, prompt), prompts)
+            response.read()
+            return [text for text, _ in answers]

@@ -16,7 +16,7 @@ import mlx_sinks
 import releases
 import small_models
 from mlx_sinks.targets import TARGETS
-from processes import command, python, run, run_without_pth
+from processes import command, generation, python, run, run_without_pth
 
 INDEX_TOPK = 32
 POLICY = mlx_sinks.SinkPolicy(sinks=4, recency=8)
@@ -41,15 +41,7 @@ def folder(tmp_path_factory):
 
 
 def options(folder, prompt=PAST_TOPK, verbose=False):
-    values = {
-        "--model": folder,
-        "--prompt": prompt,
-        "--max-tokens": MAX_TOKENS,
-        "--verbose": verbose,
-    }
-    return [word for pair in values.items() for word in pair] + [
-        "--ignore-chat-template"
-    ]
+    return generation(folder, prompt, MAX_TOKENS, "--verbose", verbose)
 
 
 def generate(*arguments, **variables):

@@ -1,9 +1,8 @@
 """Upstream's ways of generating, past index_topk, with the guarantee on."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.generate import BatchGenerator, speculative_generate_step
 from mlx_lm.models.cache import (
     load_prompt_cache,
     make_prompt_cache,
@@ -13,7 +12,9 @@ from mlx_lm.models.cache import (
 
 import mlx_sinks
 import small_models
+from batches import alone_tokens, batch_tokens
 from mlx_sinks import SinkPolicy
+from small_models import tokens as prompt
 
 POLICY = SinkPolicy(4, 6)
 NEW_TOKENS = 24
@@ -29,13 +30,8 @@ def model(request):
     return small_models.make(kind, seed=3, **facts)
 
 
-def prompt(seed, length):
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
-
-
-def alone(model, prompt, count=NEW_TOKENS, **options):
-    steps = generate_step(mx.array(prompt), model, max_tokens=count, **options)
-    return [token for token, _ in steps]
+def alone(model, prompt, count=NEW_TOKENS, cache=None, **options):
+    return alone_tokens(model, prompt, cache, count, **options)
 
 
 def drain(generator, results):
@@ -51,12 +47,8 @@ def test_a_ragged_batch_equals_its_prompts_alone(model, step, selections):
     prompts = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
     expected = [alone(model, p) for p in prompts]
     selections.clear()
-    generator = BatchGenerator(model, max_tokens=NEW_TOKENS, prefill_step_size=step)
-    results = {uid: [] for uid in generator.insert(prompts)}
-    while drain(generator, results):
-        pass
-    generator.close()
-    assert list(results.values()) == expected
+    got, _ = batch_tokens(model, prompts, None, NEW_TOKENS, prefill_step_size=step)
+    assert got == expected
     assert any(B == len(LENGTHS) and L == 1 for B, L, _ in selections)
 
 
@@ -104,17 +96,17 @@ def test_prefill_step_sizes(model, chunk):
 def test_a_trimmed_cache_continues_as_a_fresh_one(model, taken_back):
     p = prompt(2, 50)
     cache = make_prompt_cache(model)
-    alone(model, [*p, *prompt(9, 10)], 4, prompt_cache=cache)
+    alone(model, [*p, *prompt(9, 10)], 4, cache=cache)
     kept = len(p) - taken_back
     assert trim_prompt_cache(cache, cache[0][0].offset - kept)
-    assert alone(model, p[kept:], prompt_cache=cache) == alone(model, p)
+    assert alone(model, p[kept:], cache=cache) == alone(model, p)
 
 
 def test_a_cache_of_several_turns(model):
     turns = [prompt(seed, 20) for seed in range(3)]
     cache, history = make_prompt_cache(model), []
     for turn in turns:
-        answer = alone(model, turn, 6, prompt_cache=cache)
+        answer = alone(model, turn, 6, cache=cache)
         history += turn
         assert answer == alone(model, history, 6)
         # The last token answered is not in the cache yet.
@@ -129,7 +121,7 @@ def test_a_saved_prompt_cache(model, saved_by, tmp_path):
     if saved_by == "stock":
         mlx_sinks.uninstall()
     cache = make_prompt_cache(model)
-    alone(model, p, 0, prompt_cache=cache)
+    alone(model, p, 0, cache=cache)
     trim_prompt_cache(cache, cache[0][0].offset - len(p))
     file = str(tmp_path / "prompt.safetensors")
     try:
@@ -138,7 +130,7 @@ def test_a_saved_prompt_cache(model, saved_by, tmp_path):
         assert saved_by == "ours" or "empty array" in str(error)
         pytest.skip("mlx before 0.32 can't save stock's empty values either")
     mlx_sinks.install(POLICY)
-    assert alone(model, prompt(5, 30), prompt_cache=load_prompt_cache(file)) == expected
+    assert alone(model, prompt(5, 30), cache=load_prompt_cache(file)) == expected
 
 
 @pytest.mark.parametrize("drafts", [2, 5])

@@ -5,7 +5,6 @@ import gc
 import sys
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -13,13 +12,12 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_sinks
 import small_models
 from batches import run_out
 from mlx_sinks.budgets.compact_cache import CompactCache
-from processes import command, run, serving
+from processes import command, generation, run, serving
 
 BUDGET, MAX_TOKENS = 24, 24
 SETTING = f"kv_budget={BUDGET}"
@@ -34,17 +32,15 @@ class Model(small_models.Folder):
 
     model: object
 
+    def written(self, prompt, **options):
+        """What follows a prompt."""
+        options |= self.options
+        return mlx_lm.generate(self.model, self.tokenizer, prompt, **options)
+
     def after(self, prompt, caches):
         """What follows a prompt whose tokens but the last are in the caches."""
         *_, last = self.tokenizer.encode(prompt)
-        return mlx_lm.generate(
-            self.model,
-            self.tokenizer,
-            [last],
-            max_tokens=MAX_TOKENS,
-            prompt_cache=caches,
-            logits_processors=make_logits_processors(self.only_letters),
-        )
+        return self.written([last], prompt_cache=caches)
 
     def compacted(self, prompt):
         """What follows where everything before the prompt's last token is compacted."""
@@ -65,17 +61,6 @@ def llama(tmp_path_factory):
     return Model(str(folder), tokenizer, MAX_TOKENS, model)
 
 
-def in_process(llama, prompt, **options):
-    return mlx_lm.generate(
-        llama.model,
-        llama.tokenizer,
-        prompt,
-        max_tokens=MAX_TOKENS,
-        logits_processors=make_logits_processors(llama.only_letters),
-        **options,
-    )
-
-
 @pytest.fixture
 def budget():
     with mlx_sinks.patched(mlx_sinks.SinkPolicy(kv_budget=BUDGET)) as reports:
@@ -92,7 +77,7 @@ def test_a_compacted_prompt_goes_on_otherwise_than_a_whole_one(llama):
 @pytest.mark.parametrize("prompt", [SHORT, LONG, LONGER])
 def test_generation_compacts_what_precedes_the_last_token(llama, budget, prompt, step):
     caches = make_prompt_cache(llama.model)
-    text = in_process(llama, prompt, prompt_cache=caches, prefill_step_size=step)
+    text = llama.written(prompt, prompt_cache=caches, prefill_step_size=step)
     assert text == llama.compacted(prompt)
     tokens = len(llama.tokenizer.encode(prompt)) - 1
     for cache in caches:
@@ -103,12 +88,12 @@ def test_generation_compacts_what_precedes_the_last_token(llama, budget, prompt,
 
 
 def test_generation_makes_its_caches_itself(llama, budget):
-    assert in_process(llama, LONG) == llama.compacted(LONG)
+    assert llama.written(LONG) == llama.compacted(LONG)
 
 
 def test_speculation_gives_the_same_text(llama, budget):
     for drafts in (1, 3):
-        text = in_process(llama, LONG, draft_model=llama.model, num_draft_tokens=drafts)
+        text = llama.written(LONG, draft_model=llama.model, num_draft_tokens=drafts)
         assert text == llama.compacted(LONG)
 
 
@@ -116,7 +101,7 @@ def test_later_turns_are_compacted_again(llama, budget):
     caches = make_prompt_cache(llama.model)
     for turn in (LONG, FOX, LONGER):
         before = caches[0].offset
-        in_process(llama, turn, prompt_cache=caches)
+        llama.written(turn, prompt_cache=caches)
         read = before + len(llama.tokenizer.encode(turn)) - 1
         for cache in caches:
             assert cache.size() - (cache.offset - read) == BUDGET
@@ -127,9 +112,8 @@ def batch(llama, prompts):
         llama.model,
         llama.tokenizer,
         [llama.tokenizer.encode(prompt) for prompt in prompts],
-        max_tokens=MAX_TOKENS,
         return_prompt_caches=True,
-        logits_processors=make_logits_processors(llama.only_letters),
+        **llama.options,
     )
 
 
@@ -166,22 +150,22 @@ def test_one_token_after_a_prompt_that_nobody_observed_warns(llama, budget):
     tokens = llama.tokenizer.encode(LONG)
     llama.model(mx.array([tokens]), cache=caches)
     with pytest.warns(UserWarning, match="nothing was seen of its attention: "):
-        in_process(llama, tokens[-1:], prompt_cache=caches)
+        llama.written(tokens[-1:], prompt_cache=caches)
 
 
 def test_one_token_alone_warns_of_nothing(llama, budget):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        in_process(llama, [65])
+        llama.written([65])
         batch(llama, ["A", FOX])
 
 
 def test_the_innermost_policy_decides(llama, budget):
     with mlx_sinks.patched():
-        assert in_process(llama, LONG) == llama.whole(LONG)
+        assert llama.written(LONG) == llama.whole(LONG)
         with mlx_sinks.patched(mlx_sinks.SinkPolicy(kv_budget=BUDGET)):
-            assert in_process(llama, LONG) == llama.compacted(LONG)
-    assert in_process(llama, LONG) == llama.compacted(LONG)
+            assert llama.written(LONG) == llama.compacted(LONG)
+    assert llama.written(LONG) == llama.compacted(LONG)
 
 
 def test_a_model_is_freed_as_soon_as_nobody_has_it(llama, budget):
@@ -244,12 +228,12 @@ def test_a_batch_with_nothing_to_read(llama, budget):
 def test_layers_that_no_budget_reaches_are_named(llama, budget):
     caches = make_prompt_cache(llama.model, 64)
     with pytest.warns(UserWarning, match="reaches 0 of .* RotatingKVCache: "):
-        in_process(llama, LONG, prompt_cache=caches)
+        llama.written(LONG, prompt_cache=caches)
 
 
 def test_quantised_caches_are_refused_with_a_sentence(llama, budget):
     with pytest.raises(mlx_sinks.PolicyError, match="leave out kv_bits or kv_budget"):
-        in_process(llama, LONG, kv_bits=4)
+        llama.written(LONG, kv_bits=4)
 
 
 def test_without_a_budget_generation_is_upstreams():
@@ -262,10 +246,8 @@ def test_without_a_budget_generation_is_upstreams():
 
 
 def generated(llama, *words, prompt=LONG, **variables):
-    argv = [*words, "--model", llama.folder, "--prompt", prompt]
-    argv += ["--max-tokens", MAX_TOKENS, "--ignore-chat-template"]
-    done = run(*map(str, argv), **variables)
-    return done
+    argv = generation(llama.folder, prompt, MAX_TOKENS)
+    return run(*map(str, words), *argv, **variables)
 
 
 def test_the_variable_and_the_option_are_the_same(llama):
@@ -325,35 +307,23 @@ def server(llama, tmp_path_factory):
         yield running
 
 
-def complete(server, llama, prompt, **more):
-    status, answer = server.complete(**llama.request(prompt, **more))
-    assert status == 200, answer
-    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return answer["choices"][0]["text"], cached
-
-
 def test_requests_at_once_are_each_compacted_alone(server, llama):
     prompts = [SHORT, LONG, LONGER, FOX + LONGER]
-    first = llama.request("Wait.", max_tokens=300, seed=0, stream=True)
-    with server.completion(**first) as response, ThreadPoolExecutor(4) as pool:
-        assert response.readline()
-        answers = pool.map(lambda prompt: complete(server, llama, prompt), prompts)
-        response.read()
-        texts = [text for text, _ in answers]
+    texts = llama.complete_together(server, prompts)
     assert texts == [llama.compacted(prompt) for prompt in prompts]
 
 
 def test_a_request_served_alone_is_compacted(server, llama):
     prompt = f"Alone. {LONG}"
-    text, _ = complete(server, llama, prompt, seed=1)
+    text, _ = llama.complete(server, prompt, seed=1)
     assert text == llama.compacted(prompt)
 
 
 def test_a_conversation_goes_on_from_what_was_kept(server, llama):
     prompt = JUGS + LONG
-    text, _ = complete(server, llama, prompt)
+    text, _ = llama.complete(server, prompt)
     tokens = len(llama.tokenizer.encode(prompt))
-    assert complete(server, llama, prompt) == (text, tokens - 1)
+    assert llama.complete(server, prompt) == (text, tokens - 1)
     longer = prompt + text + JUGS
-    _, cached = complete(server, llama, longer)
+    _, cached = llama.complete(server, longer)
     assert tokens < cached

@@ -1,13 +1,11 @@
 """``mlx_lm.server`` with the variable set: batches, the prompt cache, a dead policy."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from importlib.metadata import version
 
 import mlx_lm
 import pytest
-from mlx_lm.sample_utils import make_logits_processors
 from packaging.version import Version
 
 import mlx_sinks
@@ -30,14 +28,8 @@ class Model(small_models.Folder):
 
     def alone(self, prompt, policy):
         """The text of one prompt, generated in this process."""
-        biased = make_logits_processors(self.only_letters)
         with mlx_sinks.patched(policy) if policy else nullcontext():
-            return mlx_lm.generate(
-                *mlx_lm.load(self.folder),
-                prompt,
-                max_tokens=MAX_TOKENS,
-                logits_processors=biased,
-            )
+            return mlx_lm.generate(*mlx_lm.load(self.folder), prompt, **self.options)
 
 
 @pytest.fixture(scope="module", params=small_models.KINDS)
@@ -55,14 +47,6 @@ def server(model, tmp_path_factory):
         yield running
 
 
-def complete(server, model, prompt):
-    """Text and number of cached tokens."""
-    status, answer = server.complete(**model.request(prompt))
-    assert status == 200, answer
-    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return answer["choices"][0]["text"], cached
-
-
 def sequences_in_cache(server):
     """As the server logs it whenever it takes a request up."""
     found = re.findall(r"Prompt Cache: (\d+) sequences", server.log().stderr)
@@ -70,14 +54,7 @@ def sequences_in_cache(server):
 
 
 def test_two_prompts_at_once_get_the_text_of_each_alone(server, model):
-    # Requests with a seed are served alone: what comes meanwhile is queued and
-    # taken up together.
-    first = model.request("Wait.", max_tokens=300, seed=0, stream=True)
-    with server.completion(**first) as response, ThreadPoolExecutor(2) as pool:
-        assert response.readline()
-        together = pool.map(lambda prompt: complete(server, model, prompt), PROMPTS)
-        response.read()
-        texts = [text for text, _ in together]
+    texts = model.complete_together(server, PROMPTS)
     assert texts == [model.alone(prompt, POLICY) for prompt in PROMPTS]
     assert texts != [model.alone(prompt, None) for prompt in PROMPTS]
     # None of the two had ended when the other was taken up.
@@ -86,16 +63,16 @@ def test_two_prompts_at_once_get_the_text_of_each_alone(server, model):
 
 
 def test_a_reused_prefix_gives_the_text_of_the_whole_prompt(server, model):
-    text, _ = complete(server, model, PROMPTS[0])
+    text, _ = model.complete(server, PROMPTS[0])
     longer = PROMPTS[0] + text + PROMPTS[1]
-    continued, cached = complete(server, model, longer)
+    continued, cached = model.complete(server, longer)
     assert len(PROMPTS[0]) < cached < len(longer)
     assert continued == model.alone(longer, POLICY)
     assert continued != model.alone(longer, None)
 
 
 def test_one_line_says_what_is_kept(server, model):
-    complete(server, model, PROMPTS[0])
+    model.complete(server, PROMPTS[0])
     (line,) = (line for line in server.log().ours if str(POLICY) in line)
     assert f"mlx-lm {version('mlx-lm')}" in line
 

@@ -11,13 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx_lm
-import numpy as np
 import pytest
 
 import mlx_sinks
@@ -43,8 +41,7 @@ VARIANTS = {
 PARALLELISM = ("tensor", "pipeline")
 # All past index_topk (16), and ragged as a batch.
 PROMPTS = [
-    np.random.default_rng(seed).integers(0, 256, length).tolist()
-    for seed, length in enumerate((58, 41, 47))
+    small_models.tokens(seed, length) for seed, length in enumerate((58, 41, 47))
 ]
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -193,13 +190,7 @@ def serving(out: Path, *arguments: str | Path) -> Iterator[Server]:
     port = free_port()
     with launched(out, *arguments, "--port", port) as process:
         server = Server(port, out / "launcher.log", process)
-        deadline = time.monotonic() + LIMIT
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, said(out)
-            with contextlib.suppress(OSError):
-                server.get("/health")
-                break
-            time.sleep(0.1)
+        server.wait()
         yield server
 
 

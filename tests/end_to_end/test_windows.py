@@ -6,7 +6,7 @@ from mlx_lm.models.cache import save_prompt_cache
 
 import mlx_sinks
 import small_models
-from processes import command, run
+from processes import command, generation, run
 
 WINDOW, MAX_TOKENS = 24, 30
 PROMPT = "The tide comes in and goes out again, twice a day, for reasons of its own."
@@ -21,11 +21,10 @@ def folder(tmp_path_factory):
 
 
 def generate(folder, *more, before=(), window=WINDOW, **variables):
-    argv = [*before, command("mlx_lm.generate"), "--model", folder, "--prompt", PROMPT]
-    argv += ["--max-tokens", MAX_TOKENS, "--verbose", "False", "--ignore-chat-template"]
     if window is not None:
-        argv += ["--max-kv-size", window]
-    return run(*argv, *more, **variables)
+        more = ("--max-kv-size", window, *more)
+    argv = generation(folder, PROMPT, MAX_TOKENS, "--verbose", "False", *more)
+    return run(*before, command("mlx_lm.generate"), *argv, **variables)
 
 
 def in_process(folder, sinks):

@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_sinks.measuring.repetition import repetition
-
-examples = settings(max_examples=150, deadline=None, database=None, derandomize=True)
+from strategies import examples
 
 # ---------------------------------------------------------------- the oracle
 
@@ -46,7 +45,7 @@ def expected_blocks(text, block):
 # ---------------------------------------------------------------- properties
 
 
-@examples
+@examples(150)
 @given(
     text=st.lists(st.integers(0, 3), max_size=50),
     block=st.integers(1, 20),
@@ -69,7 +68,7 @@ def test_against_the_oracle(text, block, grams):
         )
 
 
-@examples
+@examples(150)
 @given(
     text=st.lists(st.integers(0, 2), max_size=40),
     names=st.permutations([0, 7, 2**31 - 1]),

@@ -3,14 +3,14 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import oracle
 from mlx_sinks import SinkPolicy
-from mlx_sinks.probing.coverage import METRICS, row_coverage
+from mlx_sinks.probing.coverage import FIGURES, row_coverage
+from strategies import examples
 
-examples = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 SPECIAL = [np.nan, np.inf, -np.inf, 0.0, 1.0, -1.0]
 CLOSE = 1e-5
 
@@ -35,7 +35,7 @@ def bounds(values, ranks, forced, shown, k):
 
 
 def expected(scores, attention, k, policy, f, shown):
-    """Each of ``METRICS`` as (least, most); NaN where there is nothing to share."""
+    """Each of ``FIGURES`` as (least, most); NaN where there is nothing to share."""
     T = len(scores)
     ranks = oracle.rank(scores, exact_infinities=False)
     recency = oracle.clamped_recency(policy.sinks, policy.recency, k)
@@ -75,9 +75,9 @@ def covered(scores, attention, k, policy, f=None, shown=None):
         None if f is None else mx.array([f]),
         None if shown is None else mx.array(shown).reshape(1, 1, 1, -1),
     )
-    assert figures.shape == (len(METRICS),)
+    assert figures.shape == (len(FIGURES),)
     assert figures.dtype == mx.float32
-    return dict(zip(METRICS, figures.tolist()))
+    return dict(zip(FIGURES, figures.tolist()))
 
 
 @st.composite
@@ -108,8 +108,8 @@ def rows(draw, policy=None):
 # ---------------------------------------------------------------- properties
 
 
-@pytest.mark.parametrize("name", METRICS)
-@examples
+@pytest.mark.parametrize("name", FIGURES)
+@examples(150)
 @given(row=rows())
 def test_against_the_oracle(name, row):
     figure, (least, most) = covered(*row)[name], expected(*row)[name]
@@ -119,7 +119,7 @@ def test_against_the_oracle(name, row):
         assert least - CLOSE <= figure <= most + CLOSE
 
 
-@examples
+@examples(150)
 @given(rows())
 def test_nothing_exceeds_the_best(row):
     figures = covered(*row)
@@ -128,7 +128,7 @@ def test_nothing_exceeds_the_best(row):
     assert figures["mass_best"] <= 1 + CLOSE
 
 
-@examples
+@examples(150)
 @given(rows(SinkPolicy(0, 0)))
 def test_the_empty_policy_guarantees_what_scores_choose(row):
     figures = covered(*row)
@@ -190,7 +190,7 @@ def test_everything_is_covered_where_all_that_is_visible_fits():
     shown = np.arange(10) >= 7
     attention = np.where(shown, 1 / 3, 0)[None]
     figures = covered(SCORES, attention, 4, SinkPolicy(2, 2), 7, shown)
-    assert figures == pytest.approx(dict.fromkeys(METRICS, 1.0))
+    assert figures == pytest.approx(dict.fromkeys(FIGURES, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_everything_is_covered_where_all_that_is_visible_fits():
 )
 def test_a_share_of_nothing_is_nan(policy, unasked):
     figures = covered(SCORES, ATTENTION, 4, policy)
-    assert [name for name in METRICS if np.isnan(figures[name])] == [unasked]
+    assert [name for name in FIGURES if np.isnan(figures[name])] == [unasked]
 
 
 def test_nan_scores_lose_and_infinite_ones_win():

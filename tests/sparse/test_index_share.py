@@ -20,9 +20,9 @@ import reference
 import small_models
 from mlx_sinks import CheckpointError, SinkPolicy
 from mlx_sinks.sparse.index_share import SharedIndexer, SharingGLM, selected
+from small_models import logits
 
-# Enough heads that no two columns tie at a score of nought.
-HEADS = {"index_n_heads": 24}
+HEADS = small_models.MANY_HEADS
 GLM52 = {**small_models.glm52(), **HEADS}
 SMALL = {**small_models.glm52(7), **HEADS}
 # How 40 tokens are cut into calls: at once, in chunks, one and several at a time.
@@ -38,16 +38,7 @@ def write(folder, facts, **options):
 
 
 def tokens(seed=0, length=40):
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
-
-
-def logits(model, ids, cut, cache=None):
-    cache = model.make_cache() if cache is None else cache
-    rows, start = [], 0
-    for length in cut:
-        rows.append(model(mx.array(ids[start : start + length])[None], cache))
-        start += length
-    return np.array(mx.concatenate(rows, axis=1))[0]
+    return small_models.tokens(seed, length)
 
 
 def expected(folder, ids, policy):
@@ -310,17 +301,6 @@ def test_a_class_built_on_the_models_stays_that_class():
         weights = dict(tree_flatten(mine.parameters()))
         assert mine.sanitize(weights).keys() == weights.keys()
         mine.make_cache()
-
-
-def test_the_probe_looks_at_shared_layers_too(model):
-    figures = []
-    for cached in (True, False):
-        with mlx_sinks.probe(model, SinkPolicy(4, 6), block=8, queries=8) as recording:
-            cache = model.make_cache() if cached else None
-            mx.eval(model(mx.array(tokens())[None], cache))
-        assert len(recording.layers) == 7
-        figures.append(recording.metric("mass"))
-    np.testing.assert_allclose(*figures, atol=1e-5)
 
 
 def test_a_policy_of_its_own_reaches_the_full_layers(model):

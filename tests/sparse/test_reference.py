@@ -158,8 +158,7 @@ def test_an_indexer_alone_selects_the_same_columns(seed):
     selected = np.zeros((LENGTH, LENGTH), bool)
     np.put_along_axis(selected, np.array(chosen[0, 0]).astype(int), True, axis=-1)
 
-    prefix = "model.layers.0.self_attn.indexer."
-    own = {n[len(prefix) :]: v for n, v in weights.items() if n.startswith(prefix)}
+    own = reference.under(weights, "model.layers.0.self_attn.indexer.")
     scores = reference.index_scores(own, config, x, qr)
     expected = reference.select(scores, INDEX_TOPK)
     np.testing.assert_array_equal(selected & np.tri(LENGTH, dtype=bool), expected)
