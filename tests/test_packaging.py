@@ -18,6 +18,7 @@ from processes import LIMIT, environment, run
 
 ROOT = Path(__file__).parents[1]
 MODULES = {file.relative_to(ROOT).as_posix() for file in ROOT.glob("mlx_sinks/**/*.py")}
+OTHER_FILES = ("mlx_sinks.pth", "mlx_sinks/py.typed", "mlx_sinks/__init__.pyi")
 DIST_INFO = f"mlx_sinks-{mlx_sinks.__version__}.dist-info"
 
 # No .pth is processed but the one in the folder given first.
@@ -56,7 +57,7 @@ def metadata(wheel):
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     files = {name for name in wheel.namelist() if not name.startswith(DIST_INFO)}
-    assert files == MODULES | {"mlx_sinks.pth", "mlx_sinks/py.typed"}
+    assert files == {*MODULES, *OTHER_FILES}
 
 
 def test_the_wheel_carries_the_licence_and_the_command(wheel):

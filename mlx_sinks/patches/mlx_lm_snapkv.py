@@ -157,7 +157,7 @@ class SnapKVPatch(Patch):
     def _insert_cache(
         self, policy, upstream, store, model, tokens, prompt_cache, **named
     ):
-        # The prompt without its last token. A system prompt stays whole, since it serves
+        # The prompt without its last token. A system prompt stays whole: it serves
         # other questions too.
         if named.get("cache_type") != "system":
             compact(prompt_cache, _method(policy))

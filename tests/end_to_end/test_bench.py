@@ -140,7 +140,7 @@ def test_repetition_profile_and_its_resumption(folder, tmp_path):
 
     assert profile(folder, tmp_path, "--sinks", 2).status == 0
     kept = json.loads((tmp_path / "greedy-sinks.json").read_text())
-    assert kept["facts"]["policy"] == "2 sinks + 16 recent"
+    assert kept["facts"]["policy"] == "2 sinks + 8 recent"
 
 
 @pytest.mark.newest

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import oracle
 from mlx_sinks import SinkPolicy
-from mlx_sinks.probing.coverage import FIGURES, row_coverage
+from mlx_sinks.probing.coverage import METRICS, row_coverage
 from strategies import examples
 
 SPECIAL = [np.nan, np.inf, -np.inf, 0.0, 1.0, -1.0]
@@ -35,7 +35,7 @@ def bounds(values, ranks, forced, shown, k):
 
 
 def expected(scores, attention, k, policy, f, shown):
-    """Each of ``FIGURES`` as (least, most); NaN where there is nothing to share."""
+    """Each of ``METRICS`` as (least, most); NaN where there is nothing to share."""
     T = len(scores)
     ranks = oracle.rank(scores, exact_infinities=False)
     recency = oracle.clamped_recency(policy.sinks, policy.recency, k)
@@ -75,9 +75,9 @@ def covered(scores, attention, k, policy, f=None, shown=None):
         None if f is None else mx.array([f]),
         None if shown is None else mx.array(shown).reshape(1, 1, 1, -1),
     )
-    assert figures.shape == (len(FIGURES),)
+    assert figures.shape == (len(METRICS),)
     assert figures.dtype == mx.float32
-    return dict(zip(FIGURES, figures.tolist()))
+    return dict(zip(METRICS, figures.tolist()))
 
 
 @st.composite
@@ -108,7 +108,7 @@ def rows(draw, policy=None):
 # ---------------------------------------------------------------- properties
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", METRICS)
 @examples(150)
 @given(row=rows())
 def test_against_the_oracle(name, row):
@@ -190,7 +190,7 @@ def test_everything_is_covered_where_all_that_is_visible_fits():
     shown = np.arange(10) >= 7
     attention = np.where(shown, 1 / 3, 0)[None]
     figures = covered(SCORES, attention, 4, SinkPolicy(2, 2), 7, shown)
-    assert figures == pytest.approx(dict.fromkeys(FIGURES, 1.0))
+    assert figures == pytest.approx(dict.fromkeys(METRICS, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_everything_is_covered_where_all_that_is_visible_fits():
 )
 def test_a_share_of_nothing_is_nan(policy, unasked):
     figures = covered(SCORES, ATTENTION, 4, policy)
-    assert [name for name in FIGURES if np.isnan(figures[name])] == [unasked]
+    assert [name for name in METRICS if np.isnan(figures[name])] == [unasked]
 
 
 def test_nan_scores_lose_and_infinite_ones_win():

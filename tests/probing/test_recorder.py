@@ -20,8 +20,8 @@ import small_models
 from batches import alone_tokens, batch_tokens
 from mlx_sinks import ProbeError, Recording, SinkPolicy
 from mlx_sinks.patches import registry
-from mlx_sinks.probing.coverage import FIGURES
-from mlx_sinks.sparse.selection import is_heard
+from mlx_sinks.probing.coverage import METRICS
+from mlx_sinks.sparse.selection import is_watched
 from small_models import tokens as prompt
 
 UPSTREAM = deepseek_v32.Indexer.__call__
@@ -74,9 +74,9 @@ def same_figures(one, other, close=1e-4):
     assert one.layers == other.layers
     assert one.blocks == other.blocks
     assert one.queries == other.queries
-    for name in FIGURES:
+    for name in METRICS:
         np.testing.assert_allclose(
-            one.figure(name), other.figure(name), rtol=0, atol=close, err_msg=name
+            one.metric(name), other.metric(name), rtol=0, atol=close, err_msg=name
         )
 
 
@@ -208,18 +208,18 @@ def test_everything_is_as_it_was_afterwards(model, ends):
     assert [type(module) for module in modules] == classes
     assert [dict(vars(module)) for module in modules] == contents
     assert deepseek_v32.Indexer.__call__ is UPSTREAM
-    assert not is_heard()
+    assert not is_watched()
 
 
-def test_a_call_that_fails_leaves_the_probe_listening(one_model):
-    """And the thread not: the failed call's listener is gone."""
+def test_a_call_that_fails_leaves_the_probe_recording(one_model):
+    """And the thread not: the failed call's watcher is gone."""
     tokens = prompt(0, 40)
     expected = recorded(one_model, tokens)
     with mlx_sinks.probe(one_model, POLICY) as recording:
         broken = [CacheList(KVCache(), None) for _ in one_model.layers]
         with pytest.raises(AttributeError):  # after the selection
             one_model(mx.array([tokens]), cache=broken)
-        assert not is_heard()
+        assert not is_watched()
         feed(one_model, tokens)
     same_figures(recording, expected, close=0)
 
@@ -275,8 +275,8 @@ def test_every_position_against_the_oracle(model):
     assert recording.queries == len(expected)
     known = [key for key, figures in expected.items() if figures]
     assert len(known) > 0.8 * len(expected)
-    for name in FIGURES:
-        got = recording.figure(name)
+    for name in METRICS:
+        got = recording.metric(name)
         assert got.shape == (len(model.layers), 60 - TOPK)
         np.testing.assert_allclose(
             [got[number, p - TOPK] for number, p in known],
@@ -314,11 +314,11 @@ def test_generated_tokens_are_looked_at_as_prompts_are(model):
         answer = alone_tokens(model, p, None, 21)
     as_prompt = recorded(model, p + answer[:-1], block=4, queries=4)
     assert as_prompt.blocks == [16, 20, 24, 28, 32, 36]
-    for name in FIGURES:
+    for name in METRICS:
         np.testing.assert_allclose(
             # Upstream may have computed one token more than it gave out.
-            as_generated.figure(name)[:, :6],
-            as_prompt.figure(name),
+            as_generated.metric(name)[:, :6],
+            as_prompt.metric(name),
             atol=1e-4,
         )
 
@@ -329,9 +329,9 @@ def test_the_guarantee_in_force_does_not_change_what_the_scores_alone_choose(one
     stock = recorded(one_model, tokens, block=8)
     with mlx_sinks.patched(SinkPolicy(4, 8)):
         forced = recorded(one_model, tokens, block=8)
-    for name in FIGURES:
+    for name in METRICS:
         np.testing.assert_allclose(
-            forced.figure(name)[0], stock.figure(name)[0], atol=1e-4
+            forced.metric(name)[0], stock.metric(name)[0], atol=1e-4
         )
 
 
@@ -341,7 +341,10 @@ def test_nothing_is_recorded_while_all_tokens_fit(model):
         feed_together(model, [prompt(0, TOPK), prompt(1, 4)])
         assert recording.blocks == []
         assert recording.queries == 0
-        assert recording.figure("mass").shape == (len(model.layers), 0)
+        with pytest.raises(ProbeError, match=f"index_topk={TOPK} .* a longer text"):
+            recording.metric("mass")
+        with pytest.raises(ValueError, match="'masses' is not a metric .*mass_best"):
+            recording.metric("masses")
         feed(model, prompt(0, TOPK + 1))
     assert recording.blocks == [TOPK]
     assert recording.queries == len(model.layers)
@@ -380,32 +383,31 @@ def test_a_block_is_the_average_of_its_queries(one_model, monkeypatch):
                 for layer, p in seen
                 if layer == number and start <= p < start + 16
             ]
-            for name in FIGURES:
-                assert blocks.figure(name)[number, place] == pytest.approx(
-                    single.figure(name)[number, mine].mean(), abs=1e-5
+            for name in METRICS:
+                assert blocks.metric(name)[number, place] == pytest.approx(
+                    single.metric(name)[number, mine].mean(), abs=1e-5
                 )
 
 
 def test_a_recording_can_be_read_while_it_grows(one_model):
-    cache, tokens = make_prompt_cache(one_model), prompt(0, 60)
+    cache, tokens = make_prompt_cache(one_model), prompt(0, 90)
     with mlx_sinks.probe(one_model, POLICY, block=10, queries=2) as recording:
         counts = []
-        for start in range(0, 60, 20):
-            feed(one_model, tokens[start : start + 20], cache=cache)
+        for start in range(0, 90, 30):
+            feed(one_model, tokens[start : start + 30], cache=cache)
             counts.append(recording.queries)
-            assert recording.figure("mass").shape == (2, len(recording.blocks))
+            assert recording.metric("mass").shape == (2, len(recording.blocks))
     assert counts[0] < counts[1] < counts[2]
     feed(one_model, tokens)
     assert recording.queries == counts[2]
 
 
-@pytest.mark.filterwarnings("ignore:recency=64")
 def test_a_recording_knows_what_it_is_of(one_model):
     with mlx_sinks.probe(one_model) as recording:
         pass
     assert recording.layers == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert recording.index_topk == TOPK
-    assert recording.policy == SinkPolicy()
+    assert recording.policy == SinkPolicy(4, TOPK // 2)
     assert recording.block == 256
 
 
@@ -423,7 +425,7 @@ def test_a_call_without_a_cache_is_a_sequence_from_its_start_on(model):
 )
 def test_other_weights(options):
     recording = recorded(make(**options), prompt(0, 60), block=16, queries=4)
-    figures = {name: recording.figure(name) for name in FIGURES}
+    figures = {name: recording.metric(name) for name in METRICS}
     assert np.isfinite(list(figures.values())).all()
     assert (figures["mass"] <= figures["mass_best"] + 1e-5).all()
 
@@ -436,7 +438,7 @@ def test_layers_that_share_a_selection_are_looked_at_too():
             cache = model.make_cache() if cached else None
             mx.eval(model(mx.array([prompt(0, 40)]), cache))
         assert len(recording.layers) == 7
-        figures.append(recording.figure("mass"))
+        figures.append(recording.metric("mass"))
     np.testing.assert_allclose(*figures, atol=1e-5)
 
 
@@ -444,12 +446,12 @@ def test_a_recording_averages_by_block_and_is_nan_where_unseen():
     recording = Recording(["a", "b", "c"], 16, POLICY, 4)
     added = [(0, 16, 0.2), (1, 16, 0.4), (1, 20, 0.6), (0, 19, 0.8)]
     for layer, position, mass in added:
-        figures = [mass if name == "mass" else 0.5 for name in FIGURES]
+        figures = [mass if name == "mass" else 0.5 for name in METRICS]
         recording.add(layer, position, np.array(figures))
     assert recording.blocks == [16, 20]
     assert recording.queries == 4
     np.testing.assert_allclose(
-        recording.figure("mass"), [[0.5, np.nan], [0.4, 0.6], [np.nan, np.nan]]
+        recording.metric("mass"), [[0.5, np.nan], [0.4, 0.6], [np.nan, np.nan]]
     )
 
 
@@ -513,7 +515,7 @@ def test_a_second_probe_on_a_model_is_refused_and_the_first_unharmed(one_model):
     same_figures(recorded(one_model, tokens), expected, close=0)
 
 
-# ---------------------------------------------------------------- who hears whom
+# ---------------------------------------------------------------- who sees whom
 
 
 def test_two_probed_models_in_one_thread():
@@ -547,7 +549,7 @@ def probed(number, alone):
             tokens = mx.arange(start, start + 10)[None] + number
             mx.eval(models[number](tokens, cache=cache))
             alone or turns[1 - number].release()
-    masses[number][alone] = [seen.queries, seen.figure("mass").tolist()]
+    masses[number][alone] = [seen.queries, seen.metric("mass").tolist()]
 
 for number in (0, 1):
     probed(number, True)
@@ -565,7 +567,7 @@ os._exit(0)
 """
 
 
-def test_two_models_in_two_threads_do_not_hear_each_other():
+def test_two_models_in_two_threads_do_not_see_each_other():
     """By turns, in a process that ends before a thread does: mlx aborts otherwise."""
     tests = Path(small_models.__file__).parent
     outcome = processes.python(TWO_THREADS, PYTHONPATH=str(tests))
@@ -575,7 +577,7 @@ def test_two_models_in_two_threads_do_not_hear_each_other():
         np.testing.assert_allclose(together[1], alone[1], atol=1e-5)
 
 
-def test_an_unprobed_model_is_not_heard():
+def test_an_unprobed_model_is_not_seen():
     probed, other = make(seed=0), make(seed=1)
     with mlx_sinks.probe(probed, POLICY) as recording:
         feed(other, prompt(0, 40))
@@ -601,5 +603,5 @@ def test_a_layer_that_chose_nothing_is_not_shown_another_s_choice(one_model):
             one_model(mx.array([prompt(0, 60)]))
     finally:
         second.index_topk = before
-    seen = ~np.isnan(recording.figure("mass")).all(axis=1)
+    seen = ~np.isnan(recording.metric("mass")).all(axis=1)
     assert seen.tolist() == [True, False]
