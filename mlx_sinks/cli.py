@@ -69,7 +69,7 @@ def _add_run(commands: Any) -> None:
 
     def run(options: argparse.Namespace) -> int:
         argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
-        if not argv:
+        if not argv or not argv[0]:
             return _fail(
                 "run what? For instance: mlx-sinks run mlx_lm.generate --model …"
             )

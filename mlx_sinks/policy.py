@@ -234,7 +234,8 @@ def parse_size(name: str, text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,30})(\.[0-9]{1,3})?\s*([a-z]*)", text)
     if found and found[3] in _UNITS:
         whole, fraction, unit = found[1], found[2] or "0", _UNITS[found[3]]
-        if size := int(whole) * unit + round(float(fraction) * unit):
+        size = int(whole) * unit + round(float(fraction) * unit)
+        if 0 < size < 2**63:
             return size
     raise PolicyError(f"{name} must be a size such as 512MB or 1GiB, not {text[:40]!r}")
 

@@ -7,7 +7,9 @@ so that the start-up hook can read the list.
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,14 @@ class Target:
         """The package as Python imports it."""
         return self.module.partition(".")[0]
 
+    @property
+    def installed(self) -> bool:
+        """Whether the package can be imported, or has metadata."""
+        known = self.root in sys.modules or find_spec(self.root) is not None
+        return known or self.version() is not None
+
     def version(self) -> str | None:
-        """The installed release of the package; ``None`` where it isn't installed."""
+        """The release of the package by its metadata; ``None`` where it has none."""
         from importlib import metadata  # costs more than all else at start-up
 
         try:

@@ -11,7 +11,7 @@ metadata.version = lambda name: "{release}" if name == "{package}" else release(
 
 
 def pretend(monkeypatch, package, release):
-    """Have the metadata of a package name a release, or none where it is ``None``."""
+    """Have the metadata of a package name a release, or be missing where it's None."""
     installed = metadata.version
 
     def version(name):

@@ -102,7 +102,7 @@ def test_an_unknown_command_is_a_sentence():
     assert refused(mlx_sinks_run("no-such-command", "-x"), 127, "no-such-command")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--"], ["--sinks", "4"]])
+@pytest.mark.parametrize("arguments", [[], ["--"], ["--sinks", "4"], [""]])
 def test_run_without_a_command_is_a_sentence(arguments):
     assert refused(mlx_sinks_run(*arguments), 2, "mlx-sinks run mlx_lm.generate")
 

@@ -191,7 +191,7 @@ def test_by_default_scores_come_in_blocks_and_their_memory_is_the_devices():
 
 MISREAD_COUNTS = ["", "x", "-1", "1.5", "1e3", "1000000000", "9" * 5000, "٤"]
 MISREAD_SIZES = ["", "0", "0GB", "0.5", "-1MB", "MB", "1XB", "1e9", "1.2.3MB", ".MB"]
-MISREAD_SIZES += ["٤MB", "9" * 5000]
+MISREAD_SIZES += ["٤MB", "9" * 5000, "9999999999TB"]
 
 
 @pytest.mark.parametrize(

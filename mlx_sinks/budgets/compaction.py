@@ -81,8 +81,12 @@ def compact_prompt_cache(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
-    if isinstance(prompt, str):
+    if isinstance(prompt, (str, bytes)):
         raise TypeError("prompt must be tokens, not text: tokenizer.encode(prompt)")
+    if prompt_cache is not None and not (
+        isinstance(prompt_cache, list) and prompt_cache
+    ):
+        raise ValueError("prompt_cache must be a list with a cache for each layer")
     method = budget if isinstance(budget, SnapKV) else SnapKV(budget)
     tokens = mx.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:

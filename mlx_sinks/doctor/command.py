@@ -80,12 +80,12 @@ def run(
         "wrong": wrong,
     }
     written = json.dumps(result, indent=2) + "\n"
-    if out:
-        (out / "doctor.json").write_text(written)
     if as_json:
         sys.stdout.write(written)
     else:
         _show(result, places, verdicts, Console())
+    if out:
+        (out / "doctor.json").write_text(written)
     return 2 if unseen else int(wrong)
 
 

@@ -64,7 +64,7 @@ def examine(settings: Settings) -> list[Place]:
 
 def _examined(target: Target, settings: Settings) -> Place:
     where = target.name, target.package, target.module
-    if target.version() is None:
+    if not target.installed:
         return Place(*where, installed=False)
     uninstall()
     patch = patch_of(target.name)

@@ -157,8 +157,10 @@ class Patch:
     def unsupported(self) -> str | None:
         """What speaks against the installed release, by its number alone."""
         package, version = self.target.package, self.target.version()
+        if not self.target.installed:
+            return f"{package} isn't installed"
         if version is None:
-            return f"{package} isn't installed as a package"
+            return f"{package} has no metadata: install it with pip"
         if not SpecifierSet(self.target.tested).contains(version, prereleases=True):
             return f"only {package} {self.target.tested} is supported"
         return None
@@ -169,14 +171,22 @@ class Patch:
             return reason
         self.version = self.target.version()
         try:
-            strange = (site.strange(module.__name__) for site in self.sites(module))
+            strange = (
+                site.strange(module.__name__)
+                for site in self.sites(module)
+                if not site.leads_to_ours  # a wrapper around ours that was left
+            )
             return next(filter(None, strange), None) or self.self_check(module)
         except Exception as error:
             return f"its self-check failed with {type(error).__name__}: {error}"
 
+    def follow(self, policy: SinkPolicy | None) -> None:
+        """Have functions that are in place, or come back, keep to another policy."""
+        self._policy = policy
+
     def install(self, module: ModuleType, policy: SinkPolicy | None) -> None:
         """Put the patch in, or give the one that is in another policy."""
-        self._policy = policy
+        self.follow(policy)
         for site in self.sites(module):
             if not site.leads_to_ours:
                 site.put(self._instead_of(site.found, site.ours))
@@ -184,7 +194,7 @@ class Patch:
     def uninstall(self, module: ModuleType) -> None:
         """Put upstream's own code back; nothing to do is not an error."""
         # Somebody may have wrapped ours since: then it stays, passing through.
-        self._policy = None
+        self.follow(None)
         self._say = lambda: None
         for site in self._known(module):
             if upstream := site.replaced:
@@ -218,12 +228,15 @@ class Patch:
 
 def everywhere(module: ModuleType, name: str, ours: Callable) -> Iterator[Site]:
     """A function in its own module, and in all that have imported it by that name."""
-    yield Site(module, name, ours)
+    home = Site(module, name, ours)
+    yield home
+    # Where somebody's wrapper of ours was left, it isn't the wrapper that others have.
+    _, upstream = getattr(home.found, "sinks_upstream", (None, home.found))
     for holder in list(sys.modules.values()):
-        found = getattr(holder, "__dict__", {}).get(name)
-        is_copy = getattr(found, "__module__", None) == module.__name__
-        if is_copy and holder is not module:
-            yield Site(holder, name, ours)
+        if holder is not module and name in getattr(holder, "__dict__", {}):
+            site = Site(holder, name, ours)
+            if site.upstream is upstream:
+                yield site
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def patch_of(name: str) -> Patch:
 
 def installed_targets() -> list[str]:
     """Names of the targets whose package is installed."""
-    return [name for name, target in TARGETS.items() if target.version() is not None]
+    return [name for name, target in TARGETS.items() if target.installed]
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def _ask(
     names = frozenset(installed_targets() if targets is None else targets)
     if unknown := names - TARGETS.keys():
         raise ValueError(
-            f"unknown target {', '.join(map(repr, sorted(unknown)))} "
+            f"unknown target {', '.join(sorted(map(repr, unknown)))} "
             f"(known: {', '.join(TARGETS)})"
         )
     # Outside our lock: an import waits for other threads, which may wait for us.
@@ -302,13 +302,15 @@ def _put(request: _Request, first: bool = False) -> None:
 
 @contextmanager
 def _owner() -> Iterator[object]:
-    """Somebody whose requests end with the block."""
+    """Somebody whose requests end with the block, whatever others did inside."""
+    global _requests
     owner = object()
     try:
         yield owner
     finally:
         with _lock:
-            _set_requests(tuple(r for r in _requests if r.owner is not owner))
+            _requests = tuple(r for r in _requests if r.owner is not owner)
+            _follow_requests(strict=False)
 
 
 def _set_requests(requests: tuple[_Request, ...]) -> None:
@@ -323,7 +325,8 @@ def _set_requests(requests: tuple[_Request, ...]) -> None:
         raise
 
 
-def _follow_requests() -> None:
+def _follow_requests(strict: bool = True) -> None:
+    """Install and uninstall as the requests say; refusals raise where ``strict``."""
     for name in filter(_patches.get, TARGETS):
         patch = _patches[name]
         policies = [request.policy for request in _requests if name in request.targets]
@@ -333,9 +336,13 @@ def _follow_requests() -> None:
         if module is None:
             continue
         if policies and (policy is None or patch.wanted(policy)):
-            if not patch.is_on(module) and (reason := patch.refusal(module)):
+            reason = None if patch.is_on(module) else patch.refusal(module)
+            if reason is None:
+                patch.install(module, policy)
+            elif strict:
                 raise _refused(patch, reason)
-            patch.install(module, policy)
+            else:
+                patch.follow(policy)
         else:
             patch.uninstall(module)
 

@@ -37,6 +37,10 @@ def run(
         **as_dict(seen),
     }
     written = json.dumps(result, indent=2) + "\n"
+    if as_json:
+        sys.stdout.write(written)
+    else:
+        show(seen, Console(), worst)
     if out:
         (out / "probe.json").write_text(written)
         try:
@@ -48,10 +52,6 @@ def run(
                 "pip install 'mlx-sinks[plots]'",
                 markup=False,
             )
-    if as_json:
-        sys.stdout.write(written)
-    else:
-        show(seen, Console(), worst)
     return 0
 
 

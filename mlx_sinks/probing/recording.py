@@ -124,17 +124,21 @@ class Recording:
         """
         from matplotlib.figure import Figure
 
-        panels = {k: v for k, v in HEADINGS.items() if k != "mass_chance"}
+        panels = {
+            heading: self.metric(name)
+            for name, heading in HEADINGS.items()
+            if name != "mass_chance"
+        }
         figure = Figure(figsize=(4 * len(panels), 5), layout="constrained")
         figure.suptitle(title or str(self.policy), parse_math=False)
         all_axes = figure.subplots(1, len(panels), sharey=True)
-        for axes, (name, heading) in zip(all_axes, panels.items()):
+        for axes, (heading, values) in zip(all_axes, panels.items()):
             axes.set_title(heading)
             axes.set_xlabel("position")
             image = axes.pcolormesh(
                 [*self.blocks, self.blocks[-1] + self.block],
                 np.arange(len(self.layers) + 1) - 0.5,
-                self.metric(name),
+                values,
                 vmin=0,
                 vmax=1,
             )

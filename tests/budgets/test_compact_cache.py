@@ -1037,6 +1037,9 @@ def test_text_for_tokens_is_refused_with_what_to_do():
     for budget in (16, SnapKV(16)):
         with pytest.raises(TypeError, match=r"tokenizer\.encode\(prompt\)"):
             mlx_sinks.compact_prompt_cache(shared_model(), "Why?", budget)
+    for prompt_cache in ([], ()):
+        with pytest.raises(ValueError, match="a list with a cache for each layer"):
+            compact_prompt_cache(shared_model(), [1], prompt_cache, **SMALL)
 
 
 def test_a_number_is_a_method_with_that_budget():

@@ -119,12 +119,16 @@ def test_an_unsupported_release_is_refused(patch, module, monkeypatch, release):
 def test_a_package_that_is_not_installed_is_skipped_or_named(
     patch, module, monkeypatch
 ):
-    releases.pretend(monkeypatch, patch.target.package, None)
-    targets = [report.target for report in mlx_sinks.install(POLICY)]
-    assert patch.target.name not in targets
+    with monkeypatch.context() as context:
+        context.setattr(type(patch.target), "installed", property(patch.target.__ne__))
+        targets = {report.target for report in mlx_sinks.install(POLICY)}
+        assert targets == TARGETS.keys() - {patch.target.name}
     mlx_sinks.uninstall()
-    with pytest.raises(PatchError, match=f"{patch.target.package} isn't installed"):
-        install(patch)
+    # There, but as a folder on the path, say.
+    releases.pretend(monkeypatch, patch.target.package, None)
+    for names in ([patch.target.name], None):
+        with pytest.raises(PatchError, match=f"{patch.target.package} has no metadata"):
+            mlx_sinks.install(POLICY, names)
     assert not patch.is_on(module)
 
 
@@ -170,6 +174,9 @@ def test_code_wrapped_around_ours_is_left(patch, module, monkeypatch):
     mlx_sinks.uninstall()
     for holder, name, wrapper in theirs:
         assert getattr(vars(holder)[name], "__func__", vars(holder)[name]) is wrapper
+    for _ in range(2):
+        with mlx_sinks.patched(POLICY, [patch.target.name]):
+            assert patch.is_on(module)
     monkeypatch.undo()  # ours again, and nobody asks for it
     install(patch)
     assert patch.is_on(module)

@@ -1,9 +1,11 @@
 """Who asked for what, and what is in force: install, uninstall, nesting, threads."""
 
+import contextlib
 import functools
 import importlib
 import sys
 import threading
+import types
 
 import mlx.core as mx
 import mlx_lm
@@ -66,6 +68,17 @@ def test_a_block_leaves_what_was_installed():
     mlx_sinks.install(SinkPolicy(1, 1))
     with pytest.raises(KeyError), mlx_sinks.patched(SinkPolicy(2, 2)):
         raise KeyError
+    assert policy_in_force() == SinkPolicy(1, 1)
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_a_block_ends_though_somebody_replaced_ours_inside(monkeypatch, error):
+    mlx_sinks.install(SinkPolicy(1, 1), ["dsa"])
+    with contextlib.suppress(KeyError), mlx_sinks.patched(SinkPolicy(2, 2), ["dsa"]):
+        monkeypatch.setattr(deepseek_v32.Indexer, "__call__", lambda *_: None)
+        if error:
+            raise error
+    monkeypatch.undo()
     assert policy_in_force() == SinkPolicy(1, 1)
 
 
@@ -168,8 +181,18 @@ def test_something_else_for_a_policy(policy):
 
 
 def test_an_unknown_target_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'rotary'.*dsa"):
-        mlx_sinks.install(targets=["rotary"])
+    with pytest.raises(ValueError, match=r"'rotary', 3.*dsa"):
+        mlx_sinks.install(targets=["rotary", 3])
+
+
+def test_a_helper_that_wraps_upstreams_in_a_module_of_its_own_is_left(monkeypatch):
+    upstream = importlib.import_module("mlx_lm.models.cache").make_prompt_cache
+    theirs = types.ModuleType("theirs")
+    theirs.make_prompt_cache = functools.wraps(upstream)(lambda *a, **b: upstream(*a))
+    monkeypatch.setitem(sys.modules, "theirs", theirs)
+    helper = theirs.make_prompt_cache
+    mlx_sinks.install()
+    assert theirs.make_prompt_cache is helper
 
 
 class TestRefusal:

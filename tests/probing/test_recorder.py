@@ -343,6 +343,8 @@ def test_nothing_is_recorded_while_all_tokens_fit(model):
         assert recording.queries == 0
         with pytest.raises(ProbeError, match=f"index_topk={TOPK} .* a longer text"):
             recording.metric("mass")
+        with pytest.raises(ProbeError, match="a longer text"):
+            recording.plot()
         with pytest.raises(ValueError, match="'masses' is not a metric .*mass_best"):
             recording.metric("masses")
         feed(model, prompt(0, TOPK + 1))
