@@ -225,3 +225,8 @@ def serving(folder: Path, *argv: str | Path, **variables: str) -> Iterator[Serve
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def serving_model(folder: Path, model: Path | str, **variables: str):
+    """``serving`` of plain ``mlx_lm.server``."""
+    return serving(folder, command("mlx_lm.server"), "--model", model, **variables)
