@@ -111,6 +111,11 @@ def python(code: str, *arguments: str | Path, **variables: str) -> Outcome:
     return run(sys.executable, "-c", code, *arguments, **variables)
 
 
+def python_beside_tests(code: str) -> Outcome:
+    """The same, for code that imports from this folder."""
+    return python(code, PYTHONPATH=str(Path(__file__).parent))
+
+
 def run_without_pth(name: str, *arguments: str | Path) -> Outcome:
     """Run a console script in an interpreter that processes no .pth file at all.
 
@@ -225,3 +230,8 @@ def serving(folder: Path, *argv: str | Path, **variables: str) -> Iterator[Serve
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def serving_model(folder: Path, model: Path | str, **variables: str):
+    """``serving`` of plain ``mlx_lm.server``."""
+    return serving(folder, command("mlx_lm.server"), "--model", model, **variables)

@@ -17,7 +17,7 @@ import mlx_sinks
 import small_models
 from batches import run_out
 from mlx_sinks.budgets.compact_cache import CompactCache
-from processes import command, generation, run, serving
+from processes import command, generation, run, serving_model
 
 BUDGET, MAX_TOKENS = 24, 24
 SETTING = f"kv_budget={BUDGET}"
@@ -301,9 +301,8 @@ def test_a_budget_that_cannot_be_gets_a_sentence(value):
 
 @pytest.fixture(scope="module")
 def server(llama, tmp_path_factory):
-    argv = (command("mlx_lm.server"), "--model", llama.folder)
     log = tmp_path_factory.mktemp("server")
-    with serving(log, *argv, MLX_SINKS=SETTING) as running:
+    with serving_model(log, llama.folder, MLX_SINKS=SETTING) as running:
         yield running
 
 

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 import mlx_sinks
 import small_models
-from processes import LIMIT, command, serving
+from processes import LIMIT, serving_model
 
 INDEX_TOPK = 32
 POLICY = mlx_sinks.SinkPolicy(sinks=4, recency=8)
@@ -41,9 +41,8 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    argv = (command("mlx_lm.server"), "--model", model.folder)
     log = tmp_path_factory.mktemp("server")
-    with serving(log, *argv, MLX_SINKS=VALUE) as running:
+    with serving_model(log, model.folder, MLX_SINKS=VALUE) as running:
         yield running
 
 
@@ -79,8 +78,7 @@ def test_one_line_says_what_is_kept(server, model):
 
 def test_a_policy_that_can_not_hold_ends_the_service(tmp_path):
     folder = small_models.write_folder(tmp_path / "model", index_topk=INDEX_TOPK)
-    argv = (command("mlx_lm.server"), "--model", folder)
-    with serving(tmp_path, *argv, MLX_SINKS=f"sinks={INDEX_TOPK}") as server:
+    with serving_model(tmp_path, folder, MLX_SINKS=f"sinks={INDEX_TOPK}") as server:
         with pytest.raises(ConnectionError):
             server.complete(prompt="short")
         if Version(version("mlx-lm")) < Version("0.32.0"):

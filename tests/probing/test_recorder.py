@@ -3,7 +3,6 @@
 import functools
 import json
 from copy import deepcopy
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -571,8 +570,7 @@ os._exit(0)
 
 def test_two_models_in_two_threads_do_not_see_each_other():
     """By turns, in a process that ends before a thread does: mlx aborts otherwise."""
-    tests = Path(small_models.__file__).parent
-    outcome = processes.python(TWO_THREADS, PYTHONPATH=str(tests))
+    outcome = processes.python_beside_tests(TWO_THREADS)
     assert outcome.status == 0, outcome.stderr
     for alone, together in json.loads(outcome.stdout):
         assert alone[0] == together[0] > 0
