@@ -252,3 +252,7 @@ def _start(room: str, failed: int, *arguments: Any, **named: Any) -> int:
 def _fail(sentence: str, status: int = 2) -> int:
     print(f"mlx-sinks: {sentence}", file=sys.stderr)
     return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

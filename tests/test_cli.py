@@ -122,6 +122,13 @@ def test_version(variables):
     assert outcome.stdout.strip() == mlx_sinks.__version__
 
 
+@pytest.mark.parametrize("module", ["mlx_sinks", "mlx_sinks.cli"])
+def test_as_a_module_it_is_the_same_command(module):
+    outcome = run(sys.executable, "-m", module, "--version")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert outcome.stdout.strip() == mlx_sinks.__version__
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
 def test_help_names_what_it_can_do(arguments):
     outcome = run(command("mlx-sinks"), *arguments, COLUMNS="200")

@@ -24,7 +24,9 @@ POLICY = SinkPolicy(sinks=2, recency=3, kv_budget=16)
 
 @pytest.fixture(params=TARGETS)
 def patch(request):
-    """Each target's patch, its upstream imported."""
+    """Each target's patch, its upstream imported; none without the package."""
+    if not TARGETS[request.param].installed:
+        pytest.skip(f"{TARGETS[request.param].package} isn't installed")
     importlib.import_module(TARGETS[request.param].module)
     return registry.patch_of(request.param)
 
@@ -71,6 +73,13 @@ def test_it_finds_its_fault_and_mends_it(patch, module):
     assert patch.faults(module) == []
     # What mlx-lm has no fault in, ours adds.
     assert bool(stock) == (patch.target.name != "snapkv")
+
+
+def test_a_policy_that_mends_nothing_says_so(patch, module):
+    nothing = SinkPolicy(sinks=0, recency=0, kv_budget=16)
+    install(patch, nothing)
+    assert not (patch.faults(module) and patch.mends(nothing))
+    assert patch.mends(POLICY)
 
 
 def test_the_upstream_that_is_installed_is_not_refused(patch, module):

@@ -50,7 +50,7 @@ def test_the_report_names_versions_and_policy(capsys):
 
 def test_a_line_is_said_once_and_not_at_all_when_quiet(capsys, monkeypatch):
     for _ in range(2):
-        with mlx_sinks.patched(SinkPolicy(1, 17)):
+        with mlx_sinks.patched(SinkPolicy(1, 17), ["dsa"]):
             pass
     assert capsys.readouterr().err.count("\n") == 1
     monkeypatch.setenv("MLX_SINKS_QUIET", "1")
