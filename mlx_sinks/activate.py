@@ -1,6 +1,6 @@
-"""Switching on by environment variable: ``mlx_sinks.pth`` calls ``start`` at start-up.
+"""Activation by environment variable: ``mlx_sinks.pth`` calls ``start`` at start-up.
 
-Nothing of MLX is imported before the program imports such a package itself.
+This imports no MLX before the program itself imports an upstream package.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .targets import TARGETS
 
 @functools.cache  # a virtual environment may process its .pth files twice
 def start() -> None:
-    """Wait for upstream packages; called at interpreter start with ``MLX_SINKS``."""
-    # A malformed value is said to programs that import upstream, and to no others.
+    """Wait for upstream packages. Called as Python starts, if ``MLX_SINKS`` is set."""
+    # Only programs that import upstream hear of a malformed value.
     with contextlib.suppress(PolicyError):
         if Settings.from_env().policy is None:
             return
@@ -30,12 +30,12 @@ def start() -> None:
 
 
 def _on_package(root: str) -> None:
-    """Have what is patched of a package patched when it is imported."""
+    """Have a package's targets patched when their modules are imported."""
     _say_ours_in_a_sentence()
     settings = Settings.from_env()
-    # One hook a module: where one of its patches is refused, none of them is in.
+    # One hook for each module: where one patch is refused, none is installed.
     targets = collections.defaultdict(list)
-    for name in settings.targets:  # none, where the program has switched it off since
+    for name in settings.targets:  # none if the program has set the variable to off
         if TARGETS[name].root == root:
             targets[TARGETS[name].module].append(name)
     for module, names in targets.items():
@@ -55,10 +55,10 @@ def _say_ours_in_a_sentence() -> None:
 
 
 def _when_imported(name: str, act: Callable[[], object]) -> None:
-    """Call ``act`` after each import of a module until one succeeds.
+    """Call ``act`` after each import of a module until ``act`` succeeds.
 
-    A module whose hook refuses is not imported; when somebody tries again it must be
-    refused again, rather than run unpatched.
+    Where ``act`` fails, the import fails. The next import calls ``act`` again, so that
+    the module never runs unpatched.
     """
     import wrapt
 
@@ -74,7 +74,7 @@ def _when_imported(name: str, act: Callable[[], object]) -> None:
 
 
 def _is_about_the_environment(error: BaseException | None) -> bool:
-    """Whether an error is ours, and its sentence names the variable to change."""
+    """Whether an error is ours and its message names the variable to change."""
     from .patches.patch import PatchError  # imports MLX
 
     ours = (CheckpointError, PatchError, PolicyError)

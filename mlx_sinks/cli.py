@@ -1,6 +1,6 @@
 """The command ``mlx-sinks``: one function a subcommand, in the order of ``COMMANDS``.
 
-Each adds its parser, and names what runs it. A namespace of options stays in this file.
+Each adds a parser and sets the function that runs it. Options stay in this file.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _add_run(commands: Any) -> None:
         "run",
         help=f"run a command with {VARIABLE} set",
         description=f"Runs a command of this Python environment, or of the PATH, with "
-        f"{VARIABLE} set: as it is in your environment where it is on there, else "
-        f"{VARIABLE}=1. Accepted forms: {ACCEPTED}.",
+        f"{VARIABLE} set. Your environment's value is kept where it is on; else it is "
+        f"1. Accepted forms: {ACCEPTED}.",
         usage="mlx-sinks run [--sinks N] [--recency N] [--kv-budget N] COMMAND "
         "[ARGUMENT ...]",
     )
@@ -62,7 +62,7 @@ def _add_run(commands: Any) -> None:
         "--kv-budget",
         metavar="N",
         default=argparse.SUPPRESS,
-        help="rows that a prompt's keys and values are compacted to (default: the "
+        help="rows that each key-value head keeps of a prompt (default: the "
         "variable's, or all)",
     )
     parser.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -76,7 +76,7 @@ def _add_run(commands: Any) -> None:
         settings = Settings.from_env()
         policy = replace(settings.policy or SinkPolicy(), **_asked(options))
         environment = {**os.environ, VARIABLE: replace(settings, policy=policy).value()}
-        # The start-up hook is in this environment; another one's commands know nothing.
+        # This environment has the start-up hook: its commands come first.
         own_commands = str(Path(sys.executable).parent)
         path = os.pathsep.join([own_commands, os.environ.get("PATH", "")])
         try:
@@ -91,19 +91,19 @@ def _add_run(commands: Any) -> None:
 def _add_probe(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
-        help="show what a model's indexers select of what attention wants",
+        help="show how much of dense attention a model's indexers select",
         description="Reads a text with a model and looks at the selections of each "
         "layer's indexer: the share of the sinks and of the recency window that they "
-        "hold, and the share of dense attention that they cover, with and without the "
-        f"guarantee. The model runs as {VARIABLE} says: unset, with upstream's own "
-        "selection.",
+        "keep, and the share of dense attention that they cover, with and without the "
+        f"guarantee. The model selects as {VARIABLE} says; where that is unset, by "
+        "upstream's own code.",
     )
     add = parser.add_argument
     add("--model", required=True, help=MODEL)
     _add_reading(parser)
     add("--worst", type=_count, default=5, help=f"layers in the table {DEFAULT}")
     _add_policy(parser, "")
-    add("--json", action="store_true", help="print JSON, no table")
+    add("--json", action="store_true", help="print JSON instead of a table")
     add("--out", type=_folder, help="folder for probe.json and probe.png")
 
     def run(options: argparse.Namespace) -> int:
@@ -126,10 +126,9 @@ def _add_doctor(commands: Any) -> None:
         "doctor",
         help="say what loses sinks here, why, and what helps",
         description="Tries each place of this mlx-lm that is known to lose sinks, and "
-        "reads the configuration and the headers of a checkpoint: nothing of its "
-        f"weights, unless --probe asks for it. {VARIABLE} counts as it is in your "
-        "shell. The exit status is 1 where something is wrong, 2 where it couldn't "
-        "look.",
+        "reads the configuration and the headers of a checkpoint. Only --probe loads "
+        f"its weights. The verdicts hold for {VARIABLE} as your shell sets it. The "
+        "exit status is 1 where something is wrong, 2 where the doctor couldn't look.",
     )
     add = parser.add_argument
     add("--model", help=MODEL)
@@ -142,15 +141,13 @@ def _add_doctor(commands: Any) -> None:
     add("--max-kv-size", type=_count, metavar="N", help="as given to mlx-lm")
     add("--probe", action="store_true", help="load the model and probe its indexers")
     _add_reading(parser)
-    add("--json", action="store_true", help="print JSON, no table")
+    add("--json", action="store_true", help="print JSON instead of a table")
     add("--out", type=_folder, help="folder for doctor.json")
 
     def run(options: argparse.Namespace) -> int:
         reading = _reading(options)
         if options.model is None and (options.probe or options.context):
-            return _fail(
-                "--probe and --context are about a model: say which, with --model"
-            )
+            return _fail("--probe and --context need a model: name it with --model")
         settings = Settings.from_env()
         # This process looks at stock mlx-lm first, whatever the shell's commands do.
         os.environ.pop(VARIABLE, None)
@@ -173,18 +170,18 @@ COMMANDS = (_add_run, _add_probe, _add_doctor)
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
-    """How a probe reads a text."""
+    """Add the options that say how a probe reads a text."""
     add = parser.add_argument
     add("--text", type=Path, help="file to read instead of Python's own manual")
     add(
         "--tokens",
         type=_count,
-        help="how many to read (default: twice the model's index_topk)",
+        help="tokens to read (default: twice the model's index_topk)",
     )
     for name, what in (
         ("block", "positions averaged in one figure"),
-        ("queries", "looked at in each block"),
-        ("chunk", "tokens a step"),
+        ("queries", "queries looked at in each block"),
+        ("chunk", "tokens of a prefill step"),
     ):
         default = getattr(Reading, name)
         add(f"--{name}", type=_count, default=default, help=f"{what} {DEFAULT}")
@@ -227,7 +224,7 @@ def _count(text: str) -> int:
 
 
 def _folder(text: str) -> Path:
-    """A folder that can be written in, made if need be: before the work, not after."""
+    """A folder that can be written in. It is made before the work starts."""
     path = Path(text)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -239,7 +236,7 @@ def _folder(text: str) -> Path:
 
 
 def _start(room: str, failed: int, *arguments: Any, **named: Any) -> int:
-    """Run a room's command, whose imports take seconds; failures become sentences."""
+    """Run a subpackage's command; its imports take seconds. Errors become sentences."""
     try:
         command = importlib.import_module(f".{room}.command", __package__)
         return command.run(*arguments, **named)

@@ -1,6 +1,6 @@
-"""What to keep: the attention sinks and the recency window of a selection.
+"""What to keep: the attention sinks and the recency window.
 
-``SinkPolicy`` says it; ``Settings`` is all that ``MLX_SINKS`` says.
+``SinkPolicy`` says what to keep. ``Settings`` holds all that ``MLX_SINKS`` says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VARIABLE = "MLX_SINKS"
 ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128,rotating=0"'
 # How an indexer's scores are computed; the first is the default.
 SCORINGS = ("blocks", "upstream")
-# Recency that nobody asked for: docs/causes.md has the sweep.
+# The default recency: docs/causes.md has the sweep behind it.
 RECENCY = 128
 _ON = frozenset({"1", "on", "true", "yes"})
 OFF = frozenset({"", "0", "off", "false", "no"})
@@ -32,7 +32,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 class PolicyError(ValueError):
-    """A policy that can't be: the message names the argument or the variable."""
+    """An impossible policy. The message names the argument or the variable."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +45,29 @@ class SinkPolicy:
     Parameters
     ----------
     sinks : int, default=4
-        Number of columns kept from the first real token of each sequence on.
-        Four as in the paper. Must stay below the model's ``index_topk``.
+        Number of columns kept, counted from each sequence's first real token. The
+        default is the paper's. It must be below the model's ``index_topk``.
     recency : int, optional
         Number of newest columns kept, the query's own included; by default 128, but at
         most half of the model's ``index_topk``.
     scoring : {"blocks", "upstream"}, default="blocks"
-        How a learned indexer's scores are computed: by blocks of queries, heads summed
-        in float32, or with upstream's own arithmetic, all at once, whose picks near the
-        threshold are then upstream's bit for bit; see ``docs/performance.md``.
+        How a learned indexer's scores are computed. ``"blocks"`` takes a block of
+        queries at a time and sums heads in float32. ``"upstream"`` takes all queries at
+        once, with upstream's own arithmetic: it alone selects what upstream selects
+        near the threshold, bit for bit. See ``docs/performance.md``.
     score_memory : int, optional
-        Bytes that a block may take while it is scored and selected from; by default
-        32 MiB on a CPU, and on a GPU 1/64 of its memory but at most 1 GiB. One query is
-        never cut.
+        Bytes that a block may take while it is scored and selected from. The default is
+        32 MiB on a CPU, and on a GPU 1/64 of its memory, from 32 MiB to 1 GiB. A block
+        has at least one query.
     kv_budget : int, optional
-        Rows of each head's keys and values that a prompt is compacted to once it is
-        read, ``sinks`` among them; by default prompts stay whole. See ``SnapKV``.
+        Rows that each key-value head keeps of a prompt once it is read, ``sinks`` among
+        them. By default no prompt is compacted. See ``SnapKV``.
 
     Raises
     ------
     PolicyError
-        A ``ValueError``: a count that is negative or not a whole number, or a scoring
-        that isn't known.
+        A ``ValueError``: a count is too small or not a whole number, or the scoring is
+        unknown.
     """
 
     sinks: int = 4
@@ -96,27 +97,27 @@ class SinkPolicy:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> SinkPolicy | None:
         """The policy that ``MLX_SINKS`` asks for, ``None`` where it is unset or off.
 
-        Accepted are ``1`` (the defaults), ``0`` (off) and a list of fields, for
-        instance ``sinks=8,score_memory=512MB``; in a list ``rotating=0`` and the like
-        switch single targets off.
+        The variable may say ``1`` (the defaults), ``0`` (off), or a list of fields such
+        as ``sinks=8,score_memory=512MB``. In a list ``rotating=0`` switches one target
+        off.
 
         Raises
         ------
         PolicyError
-            Anything else; the message quotes the variable and the accepted form.
+            It says anything else. The message quotes it and the accepted forms.
         """
         return Settings.from_env(environ).policy
 
     def fit(self, index_topk: int) -> SinkPolicy:
-        """This policy inside ``index_topk`` slots, its recency a number that fits.
+        """This policy with a recency that fits into ``index_topk`` columns.
 
-        Sinks stay. A number that was asked for and doesn't fit beside them is cut; that
-        is said once for each policy and ``index_topk``.
+        The sinks stay. A recency that was asked for and doesn't fit beside them is cut,
+        with one warning for each policy and ``index_topk``.
 
         Raises
         ------
         PolicyError
-            ``sinks >= index_topk``: no slot would be left for the scores.
+            ``sinks >= index_topk``: no column would be left to the scores.
         """
         return _fit(self, index_topk)
 
@@ -128,7 +129,7 @@ class Settings:
     Parameters
     ----------
     policy : SinkPolicy, optional
-        ``None`` where it is unset or off.
+        ``None`` where the variable is unset or off.
     off : tuple of str
         Names of the targets that it switches off, in the order of ``TARGETS``.
     """
@@ -138,7 +139,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """What the variable says, ``os.environ``'s by default.
+        """What the variable says in ``environ``, by default ``os.environ``.
 
         Raises
         ------
@@ -165,12 +166,12 @@ class Settings:
         return tuple(name for name in TARGETS if name not in self.off)
 
     def switched_on(self, target: str) -> Settings:
-        """These settings with one target on, by the default policy where all is off."""
+        """These settings with one target on; where all is off, the default policy."""
         off = tuple(name for name in self.off if name != target)
         return Settings(self.policy or SinkPolicy(), off)
 
     def value(self) -> str:
-        """What the variable has to say to mean these settings."""
+        """The variable's value that means these settings."""
         if self.policy is None:
             return "0"
         default = SinkPolicy()
@@ -207,7 +208,7 @@ def _fit(policy: SinkPolicy, index_topk: int) -> SinkPolicy:
 
 
 def whole_number(name: str, value: object, least: int = 0, of: str = "tokens") -> int:
-    """A number of tokens as a program gives it, NumPy's integers included."""
+    """Check a count that a program gives; it may be one of NumPy's integers."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -220,7 +221,7 @@ def whole_number(name: str, value: object, least: int = 0, of: str = "tokens") -
 
 
 def parse_count(name: str, text: str, least: int = 0, of: str = "tokens") -> int:
-    """A number of tokens as it is written in the variable or an option."""
+    """Parse a count that the variable or an option gives."""
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
         raise PolicyError(
             f"{name} must be a whole number of {of} >= {least}, of at most nine "
@@ -230,7 +231,7 @@ def parse_count(name: str, text: str, least: int = 0, of: str = "tokens") -> int
 
 
 def parse_size(name: str, text: str) -> int:
-    """A number of bytes as it is written in the variable: 512MB, 1.5GiB, 65536."""
+    """Parse a number of bytes that the variable gives: 512MB, 1.5GiB, 65536."""
     found = re.fullmatch(r"([0-9]{1,30})(\.[0-9]{1,3})?\s*([a-z]*)", text)
     if found and found[3] in _UNITS:
         whole, fraction, unit = found[1], found[2] or "0", _UNITS[found[3]]
@@ -240,7 +241,7 @@ def parse_size(name: str, text: str) -> int:
     raise PolicyError(f"{name} must be a size such as 512MB or 1GiB, not {text[:40]!r}")
 
 
-# How each field is read as it is written in the variable or an option.
+# What parses each field's text, in the variable or an option.
 PARSERS = {
     "sinks": parse_count,
     "recency": parse_count,
@@ -251,7 +252,7 @@ PARSERS = {
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """A list of fields, and of targets as 0 or 1."""
+    """Parse a list of fields, and of targets with 0 or 1."""
     settings: dict[str, Any] = {}
     known = [*(field.name for field in fields(SinkPolicy)), *TARGETS]
     for item in text.split(","):

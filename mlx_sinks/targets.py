@@ -1,7 +1,7 @@
-"""The places of upstream packages that we patch: one row a target.
+"""The upstream places that we patch: one entry for each target.
 
-A new place is one file in ``patches/`` and one row here. Nothing of MLX is imported,
-so that the start-up hook can read the list.
+A new place takes one file in ``patches/`` and one entry here. This module imports no
+MLX, so that the start-up hook can read the list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Target:
     package : str
         Upstream's distribution, as pip knows it.
     module : str
-        Upstream's module. The patch goes in once it is imported.
+        Upstream's module. The patch is installed once the module is imported.
     tested : str
         Releases of the package that the patch was tested with, as pip writes a range.
     patch : str
@@ -49,7 +49,7 @@ class Target:
 
     def version(self) -> str | None:
         """The release of the package by its metadata; ``None`` where it has none."""
-        from importlib import metadata  # costs more than all else at start-up
+        from importlib import metadata  # the slowest import of the start-up hook
 
         try:
             return metadata.version(self.package)

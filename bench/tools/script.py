@@ -36,7 +36,9 @@ class Script(argparse.ArgumentParser):
     def __init__(self, description: str, also: str = ""):
         super().__init__(description=description, formatter_class=HelpFormatter)
         self.json, self.out = False, None
-        self.add_argument("--json", action="store_true", help="print JSON, no table")
+        self.add_argument(
+            "--json", action="store_true", help="print JSON instead of a table"
+        )
         what = f"folder for {self.name}.json{also}"
         self.add_argument("--out", type=folder, help=what)
 

@@ -15,16 +15,16 @@ from .snapkv import SnapKV, window_scores
 
 @dataclass
 class _Sequence:
-    """What one sequence has beside its rows.
+    """What is known of one sequence besides its rows.
 
     Attributes
     ----------
     seen : int
-        Tokens so far; padding on the left counts below zero.
+        Tokens seen so far; negative while left padding is read.
     dropped : int
         How many of them have no row any more.
     fixed : int
-        Number of first rows that no trim may reach: tokens between them are dropped.
+        Number of first rows that can't be trimmed: tokens between them were dropped.
     window : QueryWindow
         The newest tokens' queries, as far as they were observed.
     """
@@ -45,11 +45,11 @@ class _Sequence:
 
 @dataclass
 class _Attention:
-    """How the layer attends, as its forward last told the kernel."""
+    """How the layer attends, by its last call of the kernel."""
 
     scale: float = 1.0
     sinks: mx.array | None = None
-    # Why it can't score the rows; None where it can.
+    # Why its attention can't score the rows; None where it can.
     unfit: str | None = "nothing was seen of its attention"
 
 
@@ -80,7 +80,7 @@ class _Compact(OwnCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Append a step's rows, (B, H, L, D) each; all that are held."""
+        """Append a step's rows, (B, H, L, D) each; return all that are held."""
         steps = self._real(keys.shape[2])
         for sequence, step in zip(self._sequences, steps):
             sequence.seen += step
@@ -95,11 +95,11 @@ class _Compact(OwnCache):
 
     @property
     def observed(self) -> bool:
-        """Whether the queries of a sequence's newest tokens are known."""
+        """Whether any sequence's newest tokens had their queries observed."""
         return any(sequence.observed for sequence in self._sequences)
 
     def why_skipped(self, method: SnapKV) -> str | None:
-        """Why more is held than a method's budget; ``None`` where it isn't."""
+        """Why more rows are held than a method would keep; ``None`` if no more are."""
         rows = [(s.seen - s.dropped, s.seen) for s in self._sequences]
         if all(method.covers(held, seen) for held, seen in rows):
             return None
@@ -107,7 +107,7 @@ class _Compact(OwnCache):
         return self.attention.unfit or unseen
 
     def make_mask(self, N: int, return_array: bool = False, window_size=None):
-        """As upstream's, over the rows held."""
+        """Upstream's mask over the rows held."""
         self._narrowed = self._narrowed or window_size is not None
         return self._rows.make_mask(
             N, return_array=return_array, window_size=window_size
@@ -126,7 +126,7 @@ class _Compact(OwnCache):
         mask: Any,
         sinks: mx.array | None,
     ) -> None:
-        """Take in what a layer's kernel was given after the last update."""
+        """Keep the queries that a layer's kernel was given after the last update."""
         step, unfit = self._observation, None
         if step is None or step.fetched is None:
             return
@@ -147,15 +147,15 @@ class _Compact(OwnCache):
         return True
 
     def trim(self, n: int) -> int:
-        """Forget the newest ``n`` tokens; returns how many those were.
+        """Trim the newest ``n`` tokens; return how many were trimmed.
 
-        Those that came after a compaction and the recent rows that it kept are held in
-        full, and so can be trimmed.
+        Tokens that came after a compaction can be trimmed, and so can the recent rows
+        that it kept.
 
         Raises
         ------
         ValueError
-            The tokens go back to where rows were dropped.
+            The trim would reach rows between which tokens were dropped.
         """
         n = max(0, min(n, max(sequence.seen for sequence in self._sequences)))
         for sequence in self._sequences:
@@ -177,23 +177,23 @@ class _Compact(OwnCache):
 
 
 class CompactCache(_Compact):
-    """One layer's keys and values of one sequence, those of its prompt compacted.
+    """One layer's keys and values of one sequence, whose prompt can be compacted.
 
     ``offset`` is the true position of the next token; ``size()`` counts the rows held.
     Rows keep the rotation of their own positions, so that attention after a compaction
-    differs from the full cache's by what was dropped alone. ``merge`` makes a
+    differs from the full cache's only by what was dropped. ``merge`` makes a
     ``BatchCompactCache`` of several.
 
     Parameters
     ----------
     rows : KVCache, optional
-        What is held already, nothing of it dropped.
+        Rows to start from, of which none was dropped.
     """
 
     def __init__(self, rows: upstream.KVCache | None = None):
         rows = upstream.KVCache() if rows is None else rows
         super().__init__(rows, [_Sequence(rows.offset)])
-        # True in a server's cache of prompts. What the next request trims isn't known.
+        # True in a server's store of prompts, where a request may trim any number.
         self.stored = False
 
     @property
@@ -240,7 +240,7 @@ class CompactCache(_Compact):
         # Unevaluated, the new arrays would keep the dropped rows in memory.
         mx.eval(kept.keys, kept.values)
         self._rows = kept
-        # The newest rows stand side by side unless an earlier turn has left gaps.
+        # The newest rows have no gaps, unless an earlier turn's compaction left some.
         recent = min(method.floor[1], T - sequence.fixed)
         self._sequences = [
             _Sequence(
@@ -251,7 +251,7 @@ class CompactCache(_Compact):
         ]
 
     def is_trimmable(self) -> bool:
-        """Whether tokens may be trimmed: not where it is stored and compacted."""
+        """Whether tokens may be trimmed: not from a stored cache that was compacted."""
         return not (self.stored and self.dropped)
 
     @property
@@ -288,12 +288,12 @@ class CompactCache(_Compact):
 
 
 class BatchCompactCache(_Compact):
-    """The same for a batch: a ``BatchKVCache`` with positions apart from columns."""
+    """A ``CompactCache`` of a batch: its positions don't follow from its columns."""
 
     def __init__(self, left_padding: list[int]):
         rows = upstream.BatchKVCache(left_padding)
         super().__init__(rows, [_Sequence(-padding) for padding in left_padding])
-        # Real tokens still to come of right-padded prompts.
+        # How many real tokens of each right-padded prompt are still to come.
         self._coming: list[int] | None = None
 
     @property
@@ -307,7 +307,7 @@ class BatchCompactCache(_Compact):
         return self._rows.left_padding
 
     def prepare(self, *, left_padding=None, lengths=None, right_padding=None) -> None:
-        """Announce how the prompts to come are padded, as upstream's."""
+        """Announce how the prompts to come are padded, as ``BatchKVCache.prepare``."""
         self._rows.prepare(
             left_padding=left_padding, lengths=lengths, right_padding=right_padding
         )
@@ -318,7 +318,7 @@ class BatchCompactCache(_Compact):
             self._coming = integers(lengths)
 
     def finalize(self) -> None:
-        """The prompts' padding on the right is over."""
+        """End the right-padded prompts that ``prepare`` announced."""
         self._rows.finalize()
         self._coming = None
 
@@ -346,7 +346,7 @@ class BatchCompactCache(_Compact):
 
     @classmethod
     def of(cls, rows: upstream.BatchKVCache) -> BatchCompactCache:
-        """A batch that goes on from upstream's, nothing of it dropped."""
+        """A batch that continues from upstream's, of which no row was dropped."""
         batch = cls([0] * len(rows.offset))
         batch._rows = rows
         batch._sequences = [_Sequence(seen) for seen in rows.offset.tolist()]
@@ -368,7 +368,7 @@ class BatchCompactCache(_Compact):
 
     @classmethod
     def merge(cls, caches: list[Any]) -> BatchCompactCache:
-        """One cache of several sequences; those of a plain cache are whole."""
+        """One cache of several sequences; a plain ``KVCache`` has dropped no row."""
         plain = upstream.KVCache
         caches = [CompactCache(c) if type(c) is plain else c for c in caches]
         batch = cls([0] * len(caches))

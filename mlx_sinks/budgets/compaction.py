@@ -24,7 +24,7 @@ _KINDS = (CompactCache, BatchCompactCache)
 
 
 class CompactPromptCache(list):
-    """A prompt cache, a cache for each layer, for ``prompt_cache`` in mlx-lm.
+    """A list of a cache for each layer, to pass as ``prompt_cache`` in mlx-lm.
 
     Attributes
     ----------
@@ -44,40 +44,42 @@ def compact_prompt_cache(
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
 ) -> CompactPromptCache:
-    """Read a prompt, and keep a budget of rows of each head's keys and values.
+    """Read a prompt, and keep a budget of rows of each key-value head.
 
-    While the prompt is read the whole of it is held; then the last queries' attention
-    decides, for each layer and head, and positions stay as they were. Source: Li et al.
-    2024, "SnapKV"; the sinks are Xiao et al. 2023's.
+    The whole prompt is held while it is read. Then the last queries' attention decides
+    which rows each head of each layer keeps. Positions stay as they were. Source: Li et
+    al. 2024, "SnapKV"; the sinks are Xiao et al. 2023's.
 
     Parameters
     ----------
     model : mlx.nn.Module
         A model of mlx-lm.
     prompt : mx.array or list of int, shape (L,)
-        All of its tokens are read: generation goes on with the next one.
+        All of its tokens are read: generation continues with the next one.
     budget : int or SnapKV
         Rows to keep of each head, or all settings of the method.
     prompt_cache : list, optional
-        What earlier turns left; it is updated in place, as mlx-lm does. Where nothing
-        was dropped or decoded since, their last queries observe too.
+        The prompt cache of earlier turns; it is updated in place, as in mlx-lm. Their
+        last queries score rows too, where nothing was dropped or decoded since.
     prefill_step_size : int, default=2048
-        Tokens a step; it changes neither the rows kept nor, but for rounding, the rest.
+        Tokens of a prefill step. The rows kept don't depend on it; the rest depends on
+        it by rounding only.
     prompt_progress_callback : callable, optional
         Called with the tokens read and their total, as mlx-lm's.
 
     Returns
     -------
     CompactPromptCache
-        A ``CompactCache`` for each layer that has a plain ``KVCache``; others (sliding,
-        recurrent, latent, quantised) keep upstream's; ``skipped_layers`` names them.
+        A ``CompactCache`` for each layer that has a plain ``KVCache``. Other layers
+        (sliding, recurrent, latent, quantised) keep upstream's cache;
+        ``skipped_layers`` names them.
 
     Raises
     ------
     TypeError
-        A prompt that is text and not tokens, or a model that is none.
+        A prompt that is text, or a model that is no ``mlx.nn.Module``.
     ValueError
-        Counts that can't be, or an empty prompt.
+        An impossible count, or a prompt that is empty or no sequence of whole numbers.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
@@ -90,7 +92,9 @@ def compact_prompt_cache(
     method = budget if isinstance(budget, SnapKV) else SnapKV(budget)
     tokens = mx.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
-        raise ValueError(f"prompt must be a row of tokens, not of shape {tokens.shape}")
+        raise ValueError(
+            f"prompt must be one sequence of tokens, not of shape {tokens.shape}"
+        )
     if not mx.issubdtype(tokens.dtype, mx.integer):
         raise ValueError(f"prompt must be whole numbers, not {tokens.dtype}")
     prefill_step_size = whole_number("prefill_step_size", prefill_step_size, 1)
@@ -111,7 +115,7 @@ def compact_prompt_cache(
 
 
 def make_compactable(model: nn.Module, caches: list[Any]) -> None:
-    """Put a ``CompactCache`` in the place of each plain cache, with all it holds."""
+    """Replace each plain cache by a ``CompactCache`` that holds the same rows."""
     for layer in plain_layers(model, caches):
         caches[layer] = CompactCache(caches[layer])
 
@@ -125,7 +129,7 @@ def compacting(
     """A model that compacts its caches once it has read that many tokens.
 
     For code that calls a model with a prompt in steps. Until then the queries of its
-    layers are observed; from then on it is the model itself.
+    layers are observed. Later calls go to the model itself.
     """
 
     @functools.wraps(type(model).__call__)
@@ -138,7 +142,7 @@ def compacting(
 
 
 class _Reading:
-    """How a prompt is read, step by step, and what comes after it."""
+    """Observes the steps of a prompt, then compacts, then only calls the model."""
 
     def __init__(self, model, method, tokens, done):
         self._model = model
@@ -170,7 +174,7 @@ class _Reading:
 
 @contextmanager
 def observing(caches: list[Any], window_size: int) -> Iterator[None]:
-    """Have caches keep the newest queries for a block of code."""
+    """Have caches keep the newest queries inside a ``with`` block."""
     ours = [cache for cache in caches if isinstance(cache, _KINDS)]
     for cache in ours:
         cache.keep_queries(window_size)
@@ -182,7 +186,7 @@ def observing(caches: list[Any], window_size: int) -> Iterator[None]:
 
 
 def compact(caches: list[Any], method: SnapKV) -> None:
-    """Compact each cache that can be, in the list given; others stay whole."""
+    """Compact each cache of a list that can be compacted, in place."""
     for layer, cache in enumerate(caches):
         fit = isinstance(cache, _KINDS) and cache.attention.unfit is None
         if fit and cache.observed:
@@ -207,7 +211,7 @@ def _why_skipped(cache: Any, method: SnapKV) -> str | None:
 
 
 def warn_of_skipped(caches: list[Any], method: SnapKV) -> None:
-    """Say which layers a budget doesn't reach."""
+    """Warn of layers that a budget doesn't reach."""
     if whole := skipped_layers(caches, method):
         reasons = Counter(whole.values())
         kinds = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())

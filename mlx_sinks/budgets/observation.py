@@ -28,14 +28,14 @@ def observed(model: nn.Module) -> nn.Module:
     Returns
     -------
     mlx.nn.Module
-        Gives what the model gives. Weights that are replaced in the model afterwards
-        aren't in the view.
+        It computes what the model computes. It doesn't see weights that are replaced in
+        the model afterwards.
     """
     return _view(model, {}, {})
 
 
 def _view(value: Any, seen: dict[int, Any], classes: dict[type, type]) -> Any:
-    """The view of a part; what is in several places is so in the view as well."""
+    """The view of a part; a module that the model uses twice has one view."""
     if isinstance(value, nn.Module):
         if id(value) not in seen:
             kind = type(value)
@@ -53,7 +53,7 @@ def _view(value: Any, seen: dict[int, Any], classes: dict[type, type]) -> Any:
 
 
 def _observing_class(kind: type) -> type:
-    """A class of modules, whose calls of the kernel are observed."""
+    """A subclass of a module's class, whose calls of the kernel are observed."""
     members = {}
     for base in reversed(kind.__mro__):
         members.update(vars(base))

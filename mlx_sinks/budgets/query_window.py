@@ -16,8 +16,8 @@ class QueryWindow:
     queries : mx.array, shape (1, H, up to W, D), optional
         ``None`` where none is kept.
     end : int
-        Tokens of the sequence up to the last of them. Tokens that came since make the
-        window useless, unless they are trimmed.
+        Number of tokens up to that of the last query. Later tokens make the window
+        useless until they are trimmed.
     """
 
     queries: mx.array | None = None
@@ -39,11 +39,11 @@ class QueryWindow:
         new : mx.array, shape (1, H, L, D)
             Queries of the step.
         seen : int
-            Tokens with it; padding on the left counts below zero.
+            Tokens seen after it; negative while left padding is read.
         W : int
-            Queries to keep.
+            Number of queries to keep.
         """
-        # Queries of padding on the left are left out.
+        # Queries of left padding are not kept.
         new = new[..., max(0, new.shape[2] - max(0, seen)) :, :]
         if self.reaches(seen - new.shape[2]):
             new = mx.concatenate([self.queries, new], axis=2)
@@ -53,7 +53,7 @@ class QueryWindow:
         )
 
     def trimmed(self, seen: int) -> QueryWindow:
-        """The window when all but the first ``seen`` tokens are forgotten."""
+        """The window after a trim to the first ``seen`` tokens."""
         if self.queries is None or seen >= self.end:
             return self
         left = self.queries[..., : seen - self.end, :]
@@ -62,12 +62,12 @@ class QueryWindow:
 
 @dataclass(frozen=True)
 class Observation:
-    """A prompt that is being read, and the step whose queries are still to come.
+    """What a cache notes of a step until it is shown the step's queries.
 
     Attributes
     ----------
     W : int
-        Queries to keep of each sequence.
+        Number of queries to keep of each sequence.
     fetched : tuple of mx.array, shape (B, H, T, D), optional
         What the last update returned, for the layer's attention.
     steps : list of int, length B
@@ -79,5 +79,5 @@ class Observation:
     steps: list[int] = field(default_factory=list)
 
     def of_each(self, queries: mx.array) -> list[mx.array]:
-        """Each sequence's own, (1, H, L, D), of a step's queries."""
+        """Each sequence's part of a step's queries, (1, H, L, D)."""
         return [queries[b : b + 1, :, :L] for b, L in enumerate(self.steps)]

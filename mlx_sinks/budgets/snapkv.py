@@ -13,33 +13,34 @@ import numpy as np
 
 from ..policy import whole_number
 
-# The least number above every score's: float32's bits leave room past infinity.
+# Scores are compared by their bits. This is the least number above infinity's bits.
 _ABOVE = 0x7F800001
 _TOP = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
 class SnapKV:
-    """What is kept of a prompt's keys and values.
+    """The settings of SnapKV: what is kept of a prompt's keys and values.
 
     Parameters
     ----------
     budget : int
         Rows kept of each key-value head.
     sink_tokens : int, default=4
-        First tokens, kept before anything else.
+        Number of first tokens kept, before anything else.
     recent_tokens : int, optional
-        Newest tokens, kept as far as the budget reaches after the sinks; by default
-        an eighth of it, at least one.
+        Number of newest tokens kept, as far as the budget reaches after the sinks; by
+        default an eighth of the budget, at least one.
     min_tokens : int, default=128
         A prompt of at most that many tokens is kept whole.
     guarantee_sinks : bool, default=True
         False caps the sinks at ``max(1, budget // 8)``, as earlier ports to MLX do.
     window_size : int, default=32
-        Queries of the observation window: the prompt's last ones, whose attention
-        scores the rows. As in the paper's experiments, like ``kernel_size``.
+        Number of queries in the observation window: the prompt's last ones, whose
+        attention scores the rows. The default is that of the paper's experiments.
     kernel_size : int, default=7
-        Width of the max-pooling that lets a row's neighbours stay with it.
+        Width of the max-pooling that keeps a row's neighbours with it. The default is
+        that of the paper's experiments.
 
     Raises
     ------
@@ -69,14 +70,14 @@ class SnapKV:
             check(name)
 
     def covers(self, rows: int, tokens: int | None = None) -> bool:
-        """Whether all rows stay.
+        """Whether all rows are kept.
 
         Parameters
         ----------
         rows : int
-            Rows held.
+            Number of rows held.
         tokens : int, optional
-            Tokens that they are left of; by default as many as rows.
+            Number of tokens seen, dropped ones included; by default ``rows``.
         """
         tokens = rows if tokens is None else tokens
         return rows <= self.budget or tokens <= self.min_tokens
@@ -91,7 +92,7 @@ class SnapKV:
         return sinks, min(self.recent_tokens, self.budget - sinks)
 
     def columns(self, scores: mx.array) -> mx.array:
-        """``snapkv_keep_columns`` of these settings."""
+        """``snapkv_keep_columns`` with these settings."""
         return snapkv_keep_columns(
             scores,
             self.budget,
@@ -123,7 +124,7 @@ def snapkv_keep_indices(
     budget : int
         Rows to keep.
     scores : sequence of float, np.ndarray or mx.array, shape (>= seq_len,)
-        Of the rows; those of sinks and recent rows aren't looked at.
+        Scores of the rows; those of sinks and recent rows aren't looked at.
     sink_tokens, recent_tokens, min_tokens, guarantee_sinks
         See ``SnapKV``.
 
@@ -136,8 +137,8 @@ def snapkv_keep_indices(
     Raises
     ------
     ValueError
-        A negative ``seq_len``, ``budget <= 0`` or another count that can't be; scores
-        that are too few, or not a row of numbers.
+        A negative ``seq_len``, ``budget <= 0`` or another impossible count; scores that
+        are too few, or not one dimension of numbers.
     """
     method = SnapKV(budget, sink_tokens, recent_tokens, min_tokens, guarantee_sinks)
     T = whole_number("seq_len", seq_len, of="rows")
@@ -169,7 +170,7 @@ def _row_of_scores(scores: Any) -> np.ndarray:
     except (TypeError, ValueError) as error:
         raise ValueError(f"scores must be numbers: {error}") from None
     if row.ndim != 1:
-        raise ValueError(f"scores must be one row of numbers, not of shape {row.shape}")
+        raise ValueError(f"scores must have one dimension, not the shape {row.shape}")
     return row
 
 
@@ -187,15 +188,15 @@ def snapkv_keep_columns(
     Parameters
     ----------
     scores : mx.array, shape (B, H, T)
-        Of the rows; they are compared in float32.
+        Scores of the columns; they are compared in float32.
     budget : int
         Rows to keep.
     sink_tokens, recent_tokens, guarantee_sinks
-        See ``SnapKV``. A sequence's sinks begin behind its padding.
+        See ``SnapKV``. A sequence's sinks begin after its padding.
     left_padding : mx.array of int, shape (B,), optional
         Columns before each sequence's first token. They are kept only where a sequence
-        is shorter than the budget, and come first then: afterwards
-        ``max(0, left_padding - T + k)`` columns are padding.
+        is shorter than the budget. Then they come first, and there are
+        ``max(0, left_padding - T + k)`` of them.
 
     Returns
     -------
@@ -205,7 +206,7 @@ def snapkv_keep_columns(
     Raises
     ------
     ValueError
-        Counts that can't be, or scores of another shape.
+        An impossible count, or scores of another shape.
     """
     method = SnapKV(budget, sink_tokens, recent_tokens, 0, guarantee_sinks)
     if scores.ndim != 3:
@@ -215,17 +216,17 @@ def snapkv_keep_columns(
     if method.covers(T):
         return mx.broadcast_to(column, scores.shape)
     sinks, recent = method.floor
-    # Each score becomes a whole number, in the same order; sinks and recent rows get
-    # higher ones, so that one threshold decides everything. Adding 0.0 turns -0.0 into
-    # 0.0, so that the two tie.
+    # Each score becomes a whole number, its sort key, in the same order. Sinks and
+    # recent columns get higher ones, so that one threshold decides everything. Adding
+    # 0.0 turns -0.0 into 0.0, so that the two tie.
     bits = (scores.astype(mx.float32) + 0.0).view(mx.int32)
     key = mx.where(bits < 0, bits ^ _TOP, bits)
-    least = -_ABOVE  # minus infinity's
+    least = -_ABOVE  # minus infinity's sort key
     key = mx.where(mx.isnan(scores), least, key)
     position = column
     if left_padding is not None:
         position = column - left_padding.astype(mx.int32).reshape(-1, 1, 1)
-    # Where a short sequence's sinks and recent rows are the same, either will do.
+    # In a short sequence a column may be sink and recent: either sort key will do.
     key = mx.where(column >= T - recent, _ABOVE + column - (T - recent), key)
     key = mx.where((position >= 0) & (position < sinks), _TOP - position, key)
     key = mx.where(position < 0, least - 1, key)
@@ -235,7 +236,7 @@ def snapkv_keep_columns(
     missing = k - above.sum(axis=-1, keepdims=True)
     later_ties = mx.cumsum(tied.astype(mx.int32), axis=-1, reverse=True)
     kept = above | (tied & (later_ties <= missing))
-    # A kept column is written to the slot of its rank; all others to one that is cut.
+    # A kept column is written to the entry of its rank; all others to one that is cut.
     rank = mx.where(kept, mx.cumsum(kept.astype(mx.int32), axis=-1) - 1, k)
     slots = mx.zeros((*scores.shape[:2], k + 1), mx.int32)
     columns = mx.broadcast_to(column, scores.shape)
@@ -249,20 +250,21 @@ def window_scores(
     kernel_size: int = 7,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """What the observation window's queries attend to, pooled over neighbours.
+    """Scores of the rows: the observation window's attention, pooled over neighbours.
 
     Parameters
     ----------
     queries : mx.array, shape (1, H, W, D)
-        Of the last W tokens; query i sees the rows up to ``T - W + i``.
+        Queries of the last W tokens; query i sees the rows up to ``T - W + i``.
     keys : mx.array, shape (1, heads, T, D)
-        ``H`` is a multiple of ``heads``; each key's group of queries is averaged.
+        ``H`` is a multiple of ``heads``. The query heads of a key head are averaged.
     scale : float
-        Of the attention.
+        What the attention multiplies its logits by.
     kernel_size : int, default=7
         Width of the max-pooling.
     sinks : mx.array, shape (H,), optional
-        Learned logits that take a share of the attention and have no row.
+        The model's learned logits, not the sink tokens: they take a share of the
+        attention and have no row.
 
     Returns
     -------

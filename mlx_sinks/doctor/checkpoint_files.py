@@ -16,13 +16,13 @@ from ..sparse.schedule import INTERLEAVES, whole
 from ..upstream.hub import local_snapshot, missing_files, read_json
 
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(\w+)\.(\w+)")
-# What upstream's Indexer has; quantised projections have more.
+# The weights of upstream's Indexer; quantised projections have more.
 _PARTS = {"wq_b.weight", "wk.weight", "weights_proj.weight"}
 _PARTS |= {"k_norm.weight", "k_norm.bias"}
-# Counts of a configuration with indexers.
+# Counts that a configuration with indexers must have, and that it may have.
 _NEEDED = ("num_hidden_layers", "hidden_size", "q_lora_rank")
 _OPTIONAL = {"index_topk", "max_position_embeddings"}
-# Bytes that a header may have: a wrong file's first eight say anything.
+# Most bytes that a header may have: a file of another format may claim any number.
 _LONGEST_HEADER = 100_000_000
 
 Weights = dict[str, tuple[str, tuple[int, ...]]]
@@ -46,18 +46,18 @@ class Checkpoint:
         return self.kind in INTERLEAVES
 
     def indexers(self) -> dict[int, set[str]]:
-        """By layer, the parts of its indexer that there are weights of."""
+        """For each layer, the parts of its indexer that have weights."""
         found: dict[int, set[str]] = {}
         for layer, part, _ in self._indexer_weights:
             found.setdefault(layer, set()).add(part)
         return found
 
     def whole_indexers(self) -> set[int]:
-        """Numbers of the layers that have all the weights of one."""
+        """Numbers of the layers that have all weights of an indexer."""
         return {layer for layer, parts in self.indexers().items() if parts >= _PARTS}
 
     def indexer_formats(self) -> dict[str, int]:
-        """How many projections of indexers are stored in which format."""
+        """For each format, how many projections of indexers are stored in it."""
         return dict(
             Counter(
                 self._format(part, *weight)
@@ -68,7 +68,7 @@ class Checkpoint:
 
     @functools.cached_property
     def _indexer_weights(self) -> list[tuple[int, str, tuple]]:
-        """Layer, part, and what the header says of it."""
+        """Layer, part, and the dtype and shape that the header gives."""
         found = ((_INDEXER.fullmatch(name), w) for name, w in self.weights.items())
         return [
             (int(match[1]), f"{match[2]}.{match[3]}", weight)
@@ -78,7 +78,7 @@ class Checkpoint:
         ]
 
     def _format(self, part: str, dtype: str, shape: tuple[int, ...]) -> str:
-        """``BF16`` and the like, or the bits of what mlx has quantised."""
+        """The dtype, such as ``BF16``; of weights that mlx has quantised, the bits."""
         if dtype != "U32":
             return dtype
         inputs = self.config["q_lora_rank" if part == "wq_b.weight" else "hidden_size"]
@@ -86,7 +86,7 @@ class Checkpoint:
 
 
 def read_checkpoint(name: str) -> Checkpoint:
-    """The headers of a folder or a hub id; of the hub only headers are loaded.
+    """The configuration and headers in a folder or on the hub; no weights are loaded.
 
     Raises
     ------
@@ -153,7 +153,7 @@ def _from_hub(name: str) -> Checkpoint:
 
 
 def _checked(name: str, file: Path, weights: Weights) -> Checkpoint:
-    """A checkpoint whose configuration has what is read of it here."""
+    """A checkpoint, after a check that its configuration has what the doctor reads."""
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise ValueError(f"{name}/config.json names no model_type")

@@ -49,8 +49,8 @@ def run(
 ) -> int:
     """Examine, print, and write to a folder.
 
-    A reading probes the model too. The exit status: 1 where something is wrong, 2 where
-    the probe couldn't look.
+    Given a reading, it probes the model too. It returns the exit status: 1 where
+    something is wrong, 2 where the probe couldn't look.
     """
     os.environ[QUIET_VARIABLE] = "1"  # trying a patch isn't using it
     errors = Console(stderr=True)
@@ -63,7 +63,7 @@ def run(
         else:
             verdicts = of_installation(places, settings)
     if reading:
-        # Headers alone don't make it healthy any more.
+        # The probe decides whether the model is healthy: headers alone can't.
         verdicts = [verdict for verdict in verdicts if verdict.cause != "healthy"]
         verdicts += _probe(reading, checkpoint, places, settings, errors)
     wrong = any(verdict.wrong for verdict in verdicts)
@@ -90,7 +90,7 @@ def run(
 
 
 def _policy(settings: Settings, checkpoint: Checkpoint | None) -> str | None:
-    """What the shell asks to keep; of a model that selects, in its numbers."""
+    """What the shell asks to keep; for a model that selects, fitted to index_topk."""
     policy = settings.policy
     if policy and checkpoint and checkpoint.selects:
         index_topk = index_topk_of(checkpoint)
@@ -179,7 +179,7 @@ def _show(
 
 
 def _in_short(place: Place) -> tuple[str, str, str]:
-    """How a place is in stock, with its patch, and in this shell."""
+    """The cells of a place: in stock mlx-lm, with its patch, and in this shell."""
     if not place.installed:
         return f"{place.package} is not installed", "—", "—"
     return (

@@ -1,4 +1,4 @@
-"""From what was found to what is wrong, each in one sentence with what helps."""
+"""Verdicts: what is wrong, in one sentence each, and what mends it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..sparse.schedule import (
 from .checkpoint_files import Checkpoint
 from .places import Place
 
-# Bits that the measurements of docs/causes.md go down to.
+# The fewest bits that docs/causes.md has measured.
 FEWEST_BITS = 4
 NOT_PROBED = "not probed"
 
@@ -35,13 +35,13 @@ class Verdict:
     Parameters
     ----------
     cause : str
-        A word for scripts, for instance ``"sinks lost"``.
+        Fixed words that scripts can compare, for instance ``"sinks lost"``.
     wrong : bool
         Whether it is something to mend.
     sentence : str
-        What it is.
+        The finding, for a person.
     fix : str, optional
-        The command that mends it, or what to do where none does.
+        The command that mends it, or what to do where no command does.
     """
 
     cause: str
@@ -52,12 +52,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Use:
-    """What a checkpoint is to do.
+    """How a checkpoint is going to be run.
 
     Parameters
     ----------
     context : int, optional
-        Tokens that it is to hold; by default all that its configuration allows.
+        Tokens that it has to hold; by default all that its configuration allows.
     max_kv_size : int, optional
         As given to mlx-lm: a rotating window.
     """
@@ -104,12 +104,12 @@ def of_checkpoint(
         return found
     sentence = f"nothing is known to lose a sink in this {checkpoint.kind}"
     if checkpoint.selects:
-        sentence += "; whether its indexers choose well only --probe tells"
+        sentence += "; only --probe tells whether its indexers choose well"
     return [*found, Verdict("healthy", False, sentence)]
 
 
 def command_of(checkpoint: Checkpoint) -> str:
-    """What a user types to run it."""
+    """The command that a user types to run a checkpoint."""
     return f"mlx_lm.generate --model {shlex.quote(checkpoint.name)}"
 
 
@@ -133,7 +133,7 @@ def of_probe(
 
 
 def _schedule(checkpoint: Checkpoint, use: Use, fix: str | None) -> Iterator[Verdict]:
-    """Layers that select, as the configuration and as the weights have it."""
+    """Compare the layers that select by the configuration with those by the weights."""
     layers = checkpoint.config["num_hidden_layers"]
     try:
         schedule = schedule_of(checkpoint.config)
@@ -160,7 +160,7 @@ def _schedule(checkpoint: Checkpoint, use: Use, fix: str | None) -> Iterator[Ver
         else "they have no indexer weights"
     )
     does = "lets them select with those" if made_up == len(shared) else "can't load it"
-    # Where all are made up stock loads them, and while all fits they select nothing.
+    # If all are made up, stock mlx-lm loads them; while all tokens fit, none selects.
     if fix and (made_up < len(shared) or _goes_past(checkpoint, use)):
         yield Verdict(
             "shared layers uninitialised",
@@ -173,7 +173,7 @@ def _schedule(checkpoint: Checkpoint, use: Use, fix: str | None) -> Iterator[Ver
 
 
 def schedule_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Each layer's kind: full, but where a kind that can share says otherwise.
+    """``"full"`` or ``"shared"`` for each layer; only ``glm_moe_dsa`` can share.
 
     Raises
     ------
@@ -186,7 +186,7 @@ def schedule_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rope(checkpoint: Checkpoint, fix: str | None) -> Iterator[Verdict]:
-    """The convention that the weights were trained with, stated, and run with."""
+    """Compare the RoPE convention of the reference, of config.json and of mlx-lm."""
     config = checkpoint.config
     usual, wanted = INTERLEAVES[checkpoint.kind], indexer_interleaves(config)
     try:
@@ -276,7 +276,7 @@ def _window(
 
 
 def _sinks(target: str, settings: Settings) -> int:
-    """How many a target is told to keep."""
+    """How many sinks a target is told to keep."""
     return settings.policy.sinks if target in settings.targets else 0
 
 
@@ -290,18 +290,18 @@ def _too_many(sinks: int, limit: str) -> Verdict:
 
 
 def _goes_past(checkpoint: Checkpoint, use: Use) -> bool:
-    """Whether it holds more tokens than a selection."""
+    """Whether the checkpoint has to hold more tokens than a selection has columns."""
     context = use.context or checkpoint.config.get("max_position_embeddings")
     return context is None or context > index_topk_of(checkpoint)
 
 
 def index_topk_of(checkpoint: Checkpoint) -> int:
-    """Columns of a selection, upstream's default where nothing is said."""
+    """Columns of a selection; upstream's default where config.json gives none."""
     return checkpoint.config.get("index_topk", 2048)
 
 
 def _fix(place: Place, settings: Settings, command: str = "COMMAND") -> str:
-    """The command with a place mended and all else as the shell has it."""
+    """What mends a place: a command that leaves all else as the shell has it."""
     if place.target == "snapkv":
         return (
             "a budget of 32 rows or more, or one that keeps every sink: mlx-sinks "
@@ -317,7 +317,7 @@ def _fix(place: Place, settings: Settings, command: str = "COMMAND") -> str:
 
 
 def _softened(settings: Settings, command: str) -> str:
-    """What helps until then: the guarantee, its recency not below the default."""
+    """What helps until the weights are right: the guarantee with recency enough."""
     softer = settings.switched_on("dsa")
     policy = softer.policy
     if policy.recency is not None and policy.recency < RECENCY:
@@ -328,7 +328,7 @@ def _softened(settings: Settings, command: str) -> str:
 
 
 def _typed(settings: Settings, command: str) -> str:
-    """What a user types to run a command with these settings."""
+    """The line that a user types to run a command with these settings."""
     value = settings.value()
     quoted = value if value.isalnum() else f'"{value}"'
     return f"{VARIABLE}={quoted} {command}"

@@ -1,4 +1,4 @@
-"""Upstream's places that lose sinks, found by what they do in this installation."""
+"""Upstream's places that lose sinks, found by running them in this installation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..targets import TARGETS, Target
 
 @dataclass(frozen=True)
 class Place:
-    """One place of upstream's.
+    """One upstream place, as it was found in this installation.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class Place:
     module : str
         Upstream's module.
     installed : bool
-        Whether the package is installed; nothing else is known of it where it isn't.
+        Whether the package is installed; where it isn't, nothing else is known.
     faults : list of str
         What goes wrong there in stock upstream; none where it isn't affected.
     cured : bool
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def open(self) -> bool:
-        """Affected, and left so."""
+        """Whether it has faults that no patch mends in this shell."""
         return bool(self.faults) and not (self.on and self.cured)
 
 

@@ -21,7 +21,7 @@ class Repetition:
         tokens in a row that also stand, in the same order, anywhere earlier in the
         text (an overlap counts as earlier).
     distinct : float
-        Distinct tokens of the block over its tokens.
+        Number of distinct tokens of the block, divided by its length.
     longest_run : int
         Length of the longest stretch that ends in the block and also stands earlier.
     """

@@ -32,7 +32,7 @@ def text_ids(tokenizer: Any, file: Path | None = None) -> list[int]:
             written = (gzip.decompress(content) if packed else content).decode()
         except (EOFError, UnicodeDecodeError, zlib.error) as error:
             raise ValueError(f"{file} is no text: {error}") from None
-    # It is read in parts: a warning that it exceeds the context would only confuse.
+    # Models read it in parts: a warning that it exceeds the context would mislead.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

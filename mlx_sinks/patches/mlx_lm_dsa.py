@@ -20,7 +20,7 @@ from ..sparse.indexer import Dialect, indexer_forward
 from ..sparse.selection import is_watched
 from .patch import Patch, Site, random_state_kept
 
-# Nothing forced and nothing computed otherwise: upstream's own selection.
+# Upstream's own selection: nothing is forced, and scores are computed as upstream does.
 UPSTREAM = SinkPolicy(0, 0, scoring="upstream")
 
 
@@ -41,7 +41,7 @@ class DSAPatch(Patch):
     def policy_for(self, indexer: nn.Module, *_: Any) -> SinkPolicy | None:
         policy = getattr(indexer, "sink_policy", None) or self._policy
         if policy is None and is_watched():
-            return UPSTREAM  # where its selection can be seen
+            return UPSTREAM  # by our code, which shows the watcher its selection
         return policy
 
     def keeps(self, policy: SinkPolicy) -> str:
@@ -74,7 +74,7 @@ class DSAPatch(Patch):
         policy, lost, made = SinkPolicy(2, 2), 0, 0
         with random_state_kept():
             indexer = _small_indexer(module)
-        indexer.sink_policy = policy  # small enough for it, whatever is in force
+        indexer.sink_policy = policy  # it fits here; the policy in force may not
         for left_padding, steps in _CASES.values():
             first = None if left_padding is None else mx.array(left_padding)
             *selections, _, _ = _selections(module, indexer, left_padding, steps)
@@ -109,7 +109,7 @@ def _append_keys_031(cache: Any, keys: mx.array) -> mx.array:
 
 def _append_keys_032(cache: Any, keys: mx.array) -> mx.array:
     keys, _ = cache.update_and_fetch(keys, keys)
-    # Nobody reads the values; left as they are, their graph would grow with each step.
+    # Nobody reads the values. Unevaluated, their graph would grow with each step.
     cache.values = mx.zeros_like(cache.keys)
     return keys
 
@@ -124,7 +124,7 @@ def _sum_heads_032(scores: mx.array) -> mx.array:
     return sum(mx.split(scores, scores.shape[1], axis=1))
 
 
-# How the self-check calls the indexer: left padding of each sequence, tokens a call.
+# How the self-check calls the indexer: left padding by sequence, tokens by call.
 _CASES = {
     "in prefill": (None, (12,)),
     "in decode": (None, (9, 1, 1, 3)),

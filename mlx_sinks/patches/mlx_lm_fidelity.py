@@ -1,9 +1,9 @@
 """Target ``indexer_fidelity``: the indexer's arithmetic as it was trained.
 
-Upstream file: ``mlx_lm/models/deepseek_v32.py``. mlx-lm 0.31 rotates every indexer in
-interleaved pairs, whatever ``indexer_rope_interleave`` says in a checkpoint's
-configuration (DeepSeek-V3.2's rotate by halves), and all releases normalise its keys
-with an epsilon of 1e-5 where the reference implementation has 1e-6.
+Upstream file: ``mlx_lm/models/deepseek_v32.py``. mlx-lm 0.31 rotates neighbouring dims
+together in every indexer, whatever ``indexer_rope_interleave`` says in a checkpoint's
+configuration (DeepSeek-V3.2's indexers rotate by halves). All releases normalise the
+indexer's keys with an epsilon of 1e-5; the reference implementation has 1e-6.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FidelityPatch(Patch):
     def sites(self, module: ModuleType) -> Iterator[Site]:
         yield Site(module.Indexer, "__init__", self._init)
         if not reads_convention(module):
-            # All kinds' arguments come from here; this one drops what it doesn't know.
+            # Builds the arguments of all models, and drops keys that they don't know.
             yield Site(module.BaseModelArgs, "from_dict", self._from_dict)
 
     def _init(self, policy, upstream, indexer, args):

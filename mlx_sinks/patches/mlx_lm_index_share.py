@@ -1,8 +1,8 @@
 """Target ``index_share``: layers that reuse the last full layer's selection.
 
-Upstream file: ``mlx_lm/models/glm_moe_dsa.py``. It builds an indexer in every layer,
-also where a checkpoint of GLM-5.2 or later has none and the layer should reuse what the
-last full one selected: strict loading fails, any other runs on random indexers.
+Upstream file: ``mlx_lm/models/glm_moe_dsa.py``. It builds an indexer in every layer. In
+a checkpoint of GLM-5.2 or later some layers have none: they should reuse the last full
+layer's selection. Strict loading fails; any other leaves those indexers random.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .patch import Patch, Site, random_state_kept
 
 
 class IndexSharePatch(Patch):
-    """Replaces the model's class and its arguments' by ones that follow a schedule.
+    """Replaces the classes of the model and its arguments by ones with a schedule.
 
-    Models that were built meanwhile keep to their schedule.
+    A model that was built with the patch keeps its schedule without it.
     """
 
     def sites(self, module: ModuleType) -> list[Site]:
-        # Builds on upstream's module, which may be half imported before.
+        # It imports upstream's module, which may be half imported at an earlier time.
         from ..sparse.index_share import SharingArgs, SharingGLM
 
         SharingGLM.say = staticmethod(self.say)  # few models share anything
@@ -57,7 +57,7 @@ class IndexSharePatch(Patch):
 
 
 def _small_models() -> tuple[Callable, Callable]:
-    """Ours with a shared layer between full ones, and upstream's classes made to."""
+    """Our model with a shared layer, and upstream's that is made to share alike."""
     from ..sparse.index_share import SharingArgs, SharingGLM
 
     upstream = SharingGLM.__base__

@@ -2,7 +2,7 @@
 
 Upstream file: ``mlx_lm/models/cache.py``. ``RotatingKVCache(max_size, keep)`` holds the
 first ``keep`` tokens, but its mask hides them in steps of several tokens, its batches
-lose them, and ``make_prompt_cache(model, max_kv_size)`` overlooks the size where a
+lose them, and ``make_prompt_cache(model, max_kv_size)`` ignores the size where a
 model has a ``make_cache``. Caches without ``keep``, such as those of a model's own
 sliding layers, are left alone.
 """
@@ -31,7 +31,7 @@ class RotatingPatch(Patch):
     """Replaces what loses the ``keep`` first tokens of ``RotatingKVCache``."""
 
     def sites(self, module: ModuleType) -> Iterator[Site]:
-        """Those of ``RotatingKVCache``, and what makes one.
+        """Methods of ``RotatingKVCache``, and functions that make one.
 
         In mlx-lm 0.31 the batch generator makes windows itself, without kept tokens.
         """
@@ -59,7 +59,9 @@ class RotatingPatch(Patch):
                 seen = _seen_by_each(cache, _numbered(fed, N), mask)
                 fed += N
                 if seen != _expected(window, fed, N):
-                    return f"a RotatingKVCache holds its tokens otherwise, after {cuts}"
+                    return (
+                        f"a RotatingKVCache holds unexpected tokens after steps {cuts}"
+                    )
             again = RotatingSinkBatch.merge([cache]).extract(0)
             for each in (cache, again):
                 seen = _seen_by_each(each, _numbered(fed, 1), None)
@@ -136,7 +138,7 @@ class RotatingPatch(Patch):
         return maker(generator.model, generator.max_kv_size)
 
 
-# How the self-check feeds a window of six: tokens a call.
+# How the self-check fills a window of six: the tokens of each call.
 _CUTS = ((3,), (4, 2), (9,), (4, 5, 1, 3), (1,) * 9, (9, 1, 4, 1, 1))
 
 

@@ -1,8 +1,8 @@
 """Target ``snapkv``: prompts compacted to a budget, in mlx-lm's own generation.
 
-Upstream file: ``mlx_lm/generate.py``. Each prompt is read by a view of the model whose
-caches keep the last queries; before the first new token they are compacted, in the
-server for each request on its own. Only a policy with a ``kv_budget`` does any of it.
+Upstream file: ``mlx_lm/generate.py``. A view of the model reads each prompt, and its
+caches keep the last queries. The caches are compacted before the first new token; in
+the server each request is compacted on its own. All needs a policy's ``kv_budget``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class SnapKVPatch(Patch):
     """Compacts what mlx-lm has read of a prompt before it generates."""
 
     def sites(self, module: ModuleType) -> Iterator[Site]:
-        """What reads prompts, alone and in batches, and what stores them.
+        """Functions that read prompts, alone and in batches, and that store them.
 
-        Upstream's cache of prompts would trim a compacted one like any other.
+        Upstream's store of prompts would trim a compacted one like any other.
         """
         for name in ("generate_step", "speculative_generate_step"):
             yield from everywhere(module, name, getattr(self, f"_{name}"))
@@ -80,7 +80,7 @@ class SnapKVPatch(Patch):
         return None
 
     def faults(self, module: ModuleType) -> list[str]:
-        """Those of forks with a SnapKV of their own, which ours doesn't replace."""
+        """Faults of a fork's own SnapKV, which ours doesn't replace."""
         keep = getattr(sys.modules["mlx_lm.models.cache"], "snapkv_keep_indices", None)
         if keep is None:
             return []
@@ -109,7 +109,7 @@ class SnapKVPatch(Patch):
         return upstream(prompt, model, draft_model, *arguments, **named)
 
     def _compacting(self, policy, model, caches, prompt, named):
-        """The model, which compacts its caches before it reads the prompt's last."""
+        """The model, made to compact its caches before it reads the last token."""
         make_compactable(model, caches)
         embeddings = named.get("input_embeddings")
         tokens = len(prompt if embeddings is None else embeddings)
@@ -128,7 +128,7 @@ class SnapKVPatch(Patch):
         return upstream(batch, model, uids, caches, *arguments, **named)
 
     def _extend_cache(self, policy, upstream, caches, others):
-        """Sequences that were there before a budget may be joined by others."""
+        """Convert a plain batch, from before the budget, that meets a compact one."""
         plain = sys.modules["mlx_lm.models.cache"].BatchKVCache
         for pair in ((caches, others), (others, caches)):
             for layer, (one, other) in enumerate(zip(*pair)):
@@ -157,8 +157,8 @@ class SnapKVPatch(Patch):
     def _insert_cache(
         self, policy, upstream, store, model, tokens, prompt_cache, **named
     ):
-        # The prompt without its last token. A system prompt stays whole: it serves
-        # other questions too.
+        # It holds the prompt without its last token. A system prompt stays whole:
+        # other questions follow it too.
         if named.get("cache_type") != "system":
             compact(prompt_cache, _method(policy))
         _mark(prompt_cache, True)
@@ -189,7 +189,7 @@ class _Steps:
         return mx.zeros((*inputs.shape, 2))
 
 
-# What ours hand on to upstream's functions, or read.
+# Arguments that our functions read, or pass to upstream's.
 _ARGUMENTS = {
     "generate_step": ("prompt", "model", "prompt_cache", "input_embeddings"),
     "speculative_generate_step": ("prompt", "model", "draft_model", "prompt_cache"),

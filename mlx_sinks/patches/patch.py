@@ -1,4 +1,4 @@
-"""The base of all patches: code goes in upstream's place, and out again."""
+"""The base of all patches: it replaces upstream's code, and puts it back."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Site:
     Parameters
     ----------
     holder : module or class
-        Where it is found.
+        What holds it.
     name : str
-        Under which name.
+        Its name there.
     ours : callable or type
         A function is called with the policy in force, upstream's function, and the
-        call's arguments. A class takes the place of upstream's, which it builds on.
+        call's arguments. A class replaces upstream's, of which it is a subclass.
     """
 
     holder: Any
@@ -43,13 +43,13 @@ class Site:
 
     @property
     def found(self) -> Any:
-        """What is there now; of a class method, its function."""
+        """What is there now; for a class method, its function."""
         value = vars(self.holder)[self.name]
         return getattr(value, "__func__", value)
 
     @property
     def upstream(self) -> Any:
-        """What upstream has there, whether ours stands in its place or not."""
+        """Upstream's code, whether ours replaces it or not."""
         return self.replaced or self.found
 
     @property
@@ -64,7 +64,7 @@ class Site:
         return hasattr(self.found, "sinks_upstream")
 
     def put(self, value: Any) -> None:
-        """Have a function or class there."""
+        """Put a function or class there."""
         bound = isinstance(vars(self.holder)[self.name], classmethod)
         setattr(self.holder, self.name, classmethod(value) if bound else value)
 
@@ -84,25 +84,25 @@ class Site:
 
 
 class Patch:
-    """One upstream place that loses sinks, and its cure.
+    """What mends one upstream place that loses sinks.
 
     A subclass says what it replaces (``sites``), what a correct upstream does
     (``self_check``), what goes wrong (``faults``) and what it keeps, in words
-    (``keeps``). All the rest is here. While no policy is in force, functions that are
-    still in place pass through to upstream's.
+    (``keeps``). All the rest is here. While no policy is in force, our functions that
+    are still there call upstream's.
 
     Parameters
     ----------
     target : Target
-        The row of ``targets.TARGETS`` that names this class.
+        The entry of ``targets.TARGETS`` that names this class.
     """
 
-    # Whether what is kept is said at installation, or when it first matters.
+    # True: say what is kept at installation. False: when it first matters.
     says_at_once = False
 
     def __init__(self, target: Target):
         self.target = target
-        # The release of the package, once it was looked at.
+        # The release of the package, once ``refusal`` has looked it up.
         self.version: str | None = None
         self._policy: SinkPolicy | None = None
         self._say: Callable[[], None] = lambda: None
@@ -112,7 +112,7 @@ class Patch:
         raise NotImplementedError
 
     def self_check(self, module: ModuleType) -> str | None:
-        """What differs from this upstream with nothing forced; ``None`` if nothing."""
+        """Where ours, nothing forced, differs from upstream; ``None`` if nowhere."""
         return None
 
     def faults(self, module: ModuleType) -> list[str]:
@@ -128,7 +128,7 @@ class Patch:
         return True
 
     def mends(self, policy: SinkPolicy) -> bool:
-        """Whether a policy leaves this place anything to keep."""
+        """Whether a policy gives this place anything to keep."""
         return self.wanted(policy)
 
     def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
@@ -136,7 +136,7 @@ class Patch:
         return []
 
     def policy_for(self, *arguments: Any) -> SinkPolicy | None:
-        """The policy of one call of a function in place; ``None``: upstream's own."""
+        """The policy for one call; ``None`` where upstream's function is called."""
         return self._policy
 
     def say(self) -> None:
@@ -144,7 +144,7 @@ class Patch:
         self._say()
 
     def announce(self, say: Callable[[], None]) -> None:
-        """Take the line that tells users what is kept."""
+        """Take the function that tells users what is kept."""
         self._say = say
         if self.says_at_once:
             say()
@@ -155,7 +155,7 @@ class Patch:
         return bool(sites) and all(site.leads_to_ours for site in sites)
 
     def unsupported(self) -> str | None:
-        """What speaks against the installed release, by its number alone."""
+        """Why the installed release's number is unsupported; ``None`` if it isn't."""
         package, version = self.target.package, self.target.version()
         if not self.target.installed:
             return f"{package} isn't installed"
@@ -185,7 +185,7 @@ class Patch:
         self._policy = policy
 
     def install(self, module: ModuleType, policy: SinkPolicy | None) -> None:
-        """Put the patch in, or give the one that is in another policy."""
+        """Install the patch; where it is installed already, change its policy."""
         self.follow(policy)
         for site in self.sites(module):
             if not site.leads_to_ours:
@@ -193,7 +193,7 @@ class Patch:
 
     def uninstall(self, module: ModuleType) -> None:
         """Put upstream's own code back; nothing to do is not an error."""
-        # Somebody may have wrapped ours since: then it stays, passing through.
+        # Somebody may have wrapped ours since. Then it stays, and calls upstream's.
         self.follow(None)
         self._say = lambda: None
         for site in self._known(module):
@@ -201,7 +201,7 @@ class Patch:
                 site.put(upstream)
 
     def _known(self, module: ModuleType) -> list[Site]:
-        """The sites of an upstream that has them all; nothing is in force elsewhere."""
+        """The sites; none where upstream lacks one of them and so can't be patched."""
         try:
             sites = list(self.sites(module))
             for site in sites:
@@ -227,7 +227,7 @@ class Patch:
 
 
 def everywhere(module: ModuleType, name: str, ours: Callable) -> Iterator[Site]:
-    """A function in its own module, and in all that have imported it by that name."""
+    """The sites of a function: its own module, and all that imported it by name."""
     home = Site(module, name, ours)
     yield home
     # Where somebody's wrapper of ours was left, it isn't the wrapper that others have.
@@ -241,7 +241,7 @@ def everywhere(module: ModuleType, name: str, ours: Callable) -> Iterator[Site]:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """A small seeded model inside, the caller's random numbers untouched outside."""
+    """Seed MLX for a ``with`` block, and restore the caller's random state after it."""
     high, low = mx.random.state[0].tolist()
     mx.random.seed(0)
     try:

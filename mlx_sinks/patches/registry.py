@@ -70,8 +70,8 @@ class PatchReport:
 class _Request:
     """What one owner asked for; the last policy for a target is in force.
 
-    A request without a policy is for the patch alone: ``apply``'s models carry their
-    own, and a probe only looks.
+    A request without a policy asks only that the patch be installed: ``apply``'s models
+    have policies of their own, and a probe only looks.
     """
 
     owner: Any
@@ -105,8 +105,8 @@ def install(
     Raises
     ------
     PatchError
-        A release that isn't supported, code replaced by somebody else, or behaviour
-        that is not upstream's as we know it. Nothing is patched then.
+        A release that isn't supported, code that somebody else has replaced, or an
+        upstream that doesn't behave as we expect. Nothing is patched then.
     ValueError
         An unknown target.
     """
@@ -122,7 +122,7 @@ def install_from_environment(
 
 
 def uninstall() -> None:
-    """Put upstream's own code back, whoever had patched it, and however often."""
+    """Put upstream's own code back, whoever patched it, and however often."""
     with _lock:
         _set_requests(())
 
@@ -162,7 +162,7 @@ def apply(model: Any, policy: SinkPolicy | None = None) -> int:
     Returns
     -------
     int
-        Number of parts reached, for instance one indexer a layer.
+        Number of parts reached, for instance one indexer in each layer.
 
     Raises
     ------
@@ -176,7 +176,7 @@ def apply(model: Any, policy: SinkPolicy | None = None) -> int:
 
 
 def unapply(model: Any) -> int:
-    """Take a model's own policy away: an installed one, or none, counts again.
+    """Take a model's own policy away: an installed one, if any, is in force again.
 
     Parameters
     ----------
@@ -198,7 +198,7 @@ def unapply(model: Any) -> int:
 
 
 def _give(model: Any, policy: SinkPolicy | None) -> int:
-    """Have each part of a model keep a policy of its own, or none."""
+    """Give each part of a model a policy of its own, or take it away."""
     with _lock:
         parts = _parts(model)
         if policy is not None:
@@ -210,12 +210,12 @@ def _give(model: Any, policy: SinkPolicy | None) -> int:
 
 @contextmanager
 def reached(model: Any) -> Iterator[list[Any]]:
-    """Have the patches that reach a model in for a block, with nothing to force.
+    """Install the patches that reach a model, with no policy, until the block ends.
 
     Yields
     ------
     list
-        The parts reached, for instance one indexer a layer.
+        The parts reached, for instance one indexer in each layer.
 
     Raises
     ------
@@ -330,7 +330,7 @@ def _follow_requests(strict: bool = True) -> None:
     for name in filter(_patches.get, TARGETS):
         patch = _patches[name]
         policies = [request.policy for request in _requests if name in request.targets]
-        # A model's own request has no policy for the others.
+        # A request of ``apply`` has no policy for other models.
         policy = next(filter(None, reversed(policies)), None)
         module = sys.modules.get(patch.target.module)
         if module is None:
@@ -358,7 +358,7 @@ def _refused(patch: Patch, reason: str) -> PatchError:
 
 
 def versions(*packages: str) -> str:
-    """The releases that what we do depends on; by default of all packages patched."""
+    """The releases that results depend on; by default of all packages that we patch."""
     releases = {
         target.package: release
         for target in TARGETS.values()
@@ -376,6 +376,6 @@ def _report(name: str, policy: SinkPolicy) -> PatchReport:
 
 @functools.cache
 def _say(line: str) -> None:
-    """Once a process: a block in a loop should not fill the terminal."""
+    """Print a line once: ``patched()`` in a loop should not fill the terminal."""
     if os.environ.get(QUIET_VARIABLE, "").strip().lower() in OFF:
         print(line, file=sys.stderr, flush=True)

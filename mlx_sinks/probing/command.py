@@ -25,7 +25,7 @@ from .report import as_dict, show
 def run(
     reading: Reading, policy: SinkPolicy, *, worst: int, as_json: bool, out: Path | None
 ) -> int:
-    """Probe, print JSON or the worst layers, write to a folder; the exit status."""
+    """Probe, print JSON or the worst layers, write to a folder; return the status."""
     errors = Console(stderr=True)
     seen, tokens = record(reading, policy, errors)
     result = {
@@ -58,7 +58,7 @@ def run(
 def record(
     reading: Reading, policy: SinkPolicy, errors: Console
 ) -> tuple[Recording, int]:
-    """Load the model and read the text; what was seen of how many tokens."""
+    """Load the model and read the text; return the recording and the tokens read."""
     with errors.status(f"Loading {escape(reading.model)} …"):
         model, tokenizer = load_model(reading.model, reading.trust_remote_code)
     all_ids = text_ids(tokenizer, reading.text)

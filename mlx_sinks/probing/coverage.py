@@ -31,9 +31,9 @@ def row_coverage(
     Parameters
     ----------
     scores : mx.array, shape (1, 1, 1, T)
-        The indexer's, for a query that stands at the last column.
+        The indexer's scores for a query at the last column.
     attention : mx.array, shape (H, T)
-        The query's dense attention in each head, each row with the sum 1.
+        The query's dense attention; in each head it sums to 1.
     index_topk : int
         Number of columns to select, below ``T``.
     policy : SinkPolicy
@@ -46,12 +46,12 @@ def row_coverage(
     Returns
     -------
     mx.array of float32, shape (6,)
-        ``METRICS``: the share of the sinks and of the recency window, as they fit in
-        ``index_topk``, in the selection by scores alone; then the share of dense
-        attention, averaged over heads, on that selection, on the one with the
-        guarantee, on the ``index_topk`` columns that attention itself weighs most,
-        which no selection can exceed, and, on average, on as many visible columns
-        picked blindly. NaN where there is no sink, or no recent column, to keep.
+        ``METRICS``. The first two are the shares of the sinks and of the recency
+        window, as they fit in ``index_topk``, that the selection by scores alone keeps;
+        NaN where there are none to keep. The others are shares of dense attention,
+        averaged over heads: on that selection; on the one with the guarantee; on the
+        ``index_topk`` columns with the most attention, which is the most possible; and,
+        on average, on as many visible columns picked blindly.
     """
     T = scores.shape[-1]
     attention = attention.astype(mx.float32).mean(axis=0).reshape(1, 1, 1, T)

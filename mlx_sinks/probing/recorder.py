@@ -33,7 +33,7 @@ def probe(
     block: int = 256,
     queries: int = 8,
 ) -> Iterator[Recording]:
-    """See what each layer's indexer selects of what attention wants.
+    """Record how much of dense attention each layer's indexer selects.
 
     ::
 
@@ -43,11 +43,10 @@ def probe(
 
     The model selects as it would without a probe: by the policy that is in force, or by
     upstream's own code. It runs slower, since each query that is looked at is evaluated
-    at once. Queries are chosen by position: neither the cut into calls nor a cache
-    changes which. In a batch every sequence is looked at, from its left padding on;
-    padding on the right counts as tokens. A probed model may run in one thread at a
-    time. Functions that ``mx.compile`` traced before aren't recorded, and none can be
-    traced inside.
+    at once. Queries are picked by position: neither the cut into calls nor a cache
+    changes which. In a batch every sequence is looked at, left padding excepted; right
+    padding counts as tokens. A probed model may run in one thread at a time. Functions
+    that ``mx.compile`` traced before aren't recorded, and none can be traced inside.
 
     Parameters
     ----------
@@ -105,7 +104,7 @@ def probe(
 
 
 def _empty_cache(attention: nn.Module) -> list[KVCache]:
-    """Keys of the layer and of its indexer, if that has any."""
+    """Caches for the keys of a layer and of its indexer, if that has any."""
     own = KVCache()
     keyed = isinstance(attention.indexer, nn.Module)
     return [own, KVCache() if keyed else own]
@@ -118,11 +117,12 @@ class _Recorder:
         self.recording = recording
         self.queries = queries
         self.choosers = choosers
-        # Of the last layer that chose by itself: others may reuse its choice.
+        # What the last layer with an indexer of its own selected from: scores,
+        # left_padding and mask. Later layers may reuse its selection.
         self.choice: tuple | None = None
 
     def recorded(self, number: int, attention: nn.Module) -> type:
-        """The layer's class, with a look after each call."""
+        """A subclass of the layer's class that records each call."""
         forward = type(attention).__call__
         chooses = any(id(part) in self.choosers for part in attention.modules())
 
@@ -182,7 +182,7 @@ class _Recorder:
                     self.recording.add(number, T - L + i - first, row)
 
     def chosen(self, position: int) -> bool:
-        """Evenly spaced over a block, and only where something is left out."""
+        """Whether to look at a query: evenly spaced in a block, past ``index_topk``."""
         block = self.recording.block
         spaced = position % block * self.queries % block < self.queries
         return spaced and position >= self.recording.index_topk

@@ -39,11 +39,11 @@ class Recording:
     layers : list of str
         Names of the attention modules that select, in the order of the model.
     index_topk : int
-        Columns that a selection has; positions before it select nothing.
+        Number of columns of a selection. Queries at lower positions select nothing.
     policy : SinkPolicy
         What counts as a sink and as recent, and what the guarantee would keep.
     block : int
-        Positions of a block.
+        Number of positions in a block.
     """
 
     layers: list[str]
@@ -107,7 +107,7 @@ class Recording:
         return means
 
     def add(self, layer: int, position: int, metrics: np.ndarray) -> None:
-        """One query's ``METRICS``."""
+        """Add one query's ``METRICS``."""
         key = layer, position // self.block
         self._sums[key] = self._sums.get(key, 0) + metrics
         self._counts[key] = self._counts.get(key, 0) + 1
@@ -118,7 +118,7 @@ class Recording:
         Raises
         ------
         ImportError
-            matplotlib, of the extra ``plots``, isn't there.
+            matplotlib, of the extra ``plots``, isn't installed.
         ProbeError
             As from ``metric``.
         """

@@ -24,7 +24,7 @@ class _Seen(Exception):
 
 
 class _WithoutIndexer:
-    """A layer as its own forward sees it, but that every column is selected."""
+    """A layer as its own forward sees it, except that every column is selected."""
 
     def __init__(self, attention: nn.Module):
         self._attention = attention
@@ -58,7 +58,7 @@ def dense_attention(
     keys: mx.array,
     values: mx.array,
 ) -> mx.array:
-    """Softmax of all that each query sees, as if nothing were selected.
+    """The attention of queries to all that they see, without a selection.
 
     Parameters
     ----------
@@ -71,9 +71,9 @@ def dense_attention(
     mask : mx.array of bool, shape (N, T)
         True where a query sees a column.
     positions : mx.array of int, shape (N,)
-        Where the queries stand in their sequence, for their rotary embedding.
+        The queries' positions in their sequence, for the layer's rope.
     keys, values : mx.array, shape (1, heads, T, any)
-        The sequence's, out of the layer's cache.
+        The sequence's keys and values, from the layer's cache.
 
     Returns
     -------

@@ -17,7 +17,7 @@ HEALTHY = 0.75
 
 
 def as_dict(recording: Recording) -> dict[str, Any]:
-    """A recording as JSON can hold it, ``None`` where nothing was seen."""
+    """A recording in types that JSON has, with ``None`` where nothing was seen."""
     means = by_layer(recording)
     return {
         "index_topk": recording.index_topk,
@@ -55,24 +55,24 @@ def skill(means: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def suspects(means: dict[str, np.ndarray]) -> list[int]:
-    """Layers whose indexer has no skill of ``HEALTHY``; the worst first.
+    """Layers whose indexer has a skill below ``HEALTHY``, the worst first.
 
-    NaN, from attention that is itself NaN, comes before all; a layer of which nothing
-    was seen isn't named.
+    A skill of NaN, from attention that is NaN itself, counts as the worst. Layers of
+    which nothing was seen aren't named.
     """
     skills, seen = skill(means), ~np.isnan(means["mass_chance"])
     return [n for n in worst_first(skills) if seen[n] and not skills[n] >= HEALTHY]
 
 
 def worst_first(skills: np.ndarray) -> list[int]:
-    """Numbers of the layers, from no or the least skill on."""
+    """Numbers of the layers in the order of their skill; NaN comes first."""
     return np.argsort(np.nan_to_num(skills, nan=-np.inf), kind="stable").tolist()
 
 
 def labels(names: list[str]) -> list[str]:
-    """Names without the ends that several have in common, where they are equally deep.
+    """Names without the beginning and end that all share, where they are equally deep.
 
-    Of layers of one kind that is the number: ``7`` of ``model.layers.7.self_attn``.
+    For layers of one kind their number is left: ``7`` of ``model.layers.7.self_attn``.
     """
     parts = [name.split(".") for name in names]
     distinct = [n for n, column in enumerate(zip(*parts)) if len(set(column)) > 1]
@@ -83,7 +83,7 @@ def labels(names: list[str]) -> list[str]:
 
 
 def show(recording: Recording, console: Console, worst: int = 5) -> None:
-    """The worst layers, the average, and what they say about the indexers."""
+    """Print the worst layers, the average, and which indexers lack skill."""
     means, names = by_layer(recording), labels(recording.layers)
     skills, sick = skill(means), suspects(means)
     table = Table(

@@ -1,8 +1,8 @@
 """The guarantee itself: which key columns a selection may not drop.
 
-Columns are physical: they count the key buffer after the new keys were appended.
-Query ``i`` of ``L`` stands at column ``T - L + i`` in every sequence of the batch,
-and a sequence's first real column is its left padding.
+A column is a position in the key buffer after the new keys were appended. Query ``i``
+of ``L`` is at column ``T - L + i`` in every sequence of the batch. A sequence's left
+padding is its first real column.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def forced_columns(
     Parameters
     ----------
     policy : SinkPolicy
-        Counts of columns, as ``fit`` returns them.
+        Its ``recency`` is a number, as ``fit`` returns it.
     L, T : int
-        New queries, and keys in the buffer with the new ones appended.
+        Numbers of new queries, and of keys in the buffer with the new ones appended.
     left_padding : mx.array, shape (B,), optional
         First real column of each sequence; 0 where omitted.
     mask : mx.array of bool, broadcastable to (B, 1, L, T), optional
@@ -37,7 +37,7 @@ def forced_columns(
     Returns
     -------
     mx.array of bool, shape (B or 1, 1, L, T)
-        True at ``sinks | recency``, at most ``policy.sinks + policy.recency`` a row.
+        True at ``sinks | recency``, at most ``sinks + recency`` columns of each query.
     """
     sinks, recency = min(policy.sinks, T), min(policy.recency, T)
     column, first, position = mx.arange(T), _first(left_padding), _position(L, T)
@@ -58,17 +58,17 @@ def columns_to_force(
     Parameters
     ----------
     policy : SinkPolicy
-        Counts of columns, as ``fit`` returns them, at most T together.
+        Its ``recency`` is a number; sinks and recency are at most T together.
     L, T, left_padding
         As for ``forced_columns``.
     rows : slice
-        Queries to look at, of the L.
+        Which of the L queries to look at.
 
     Returns
     -------
     columns : mx.array of int, shape (B or 1, 1, rows, sinks + recency)
-        The query's sinks and recency window, whatever the mask hides. A column stands
-        twice where the two overlap. A query in the padding has its own column only.
+        Each query's sinks and recency window, whatever a mask hides. A column is there
+        twice where the two overlap. A query in the padding has only its own column.
     any_forced : mx.array of bool, shape (B or 1, 1, rows, 1)
         False for a query in the padding.
     """
@@ -78,9 +78,10 @@ def columns_to_force(
 
 @functools.lru_cache(maxsize=256)
 def _steps(policy: SinkPolicy) -> tuple[mx.array, mx.array]:
-    """For each forced column: True where it is counted back from the query; how far.
+    """For each forced column: whether it is counted from the query, and its distance.
 
-    A sink is counted forwards from the sequence's first column.
+    A recent column is counted backwards from the query, a sink forwards from the
+    sequence's first column.
     """
     back = [False] * policy.sinks + [True] * policy.recency
     steps = [*range(policy.sinks), *range(0, -policy.recency, -1)]
@@ -104,6 +105,6 @@ def _first(left_padding: mx.array | None) -> mx.array:
 
 def _position(L: int, T: int, rows: slice = slice(None)) -> mx.array:
     columns = range(T - L, T)[rows]
-    if len(columns) == 1:  # without an operation of its own, for decoding
+    if len(columns) == 1:  # in decode a constant saves an operation
         return mx.array(columns[0]).reshape(1, 1, 1, 1)
     return mx.arange(columns.start, columns.stop).reshape(1, 1, -1, 1)

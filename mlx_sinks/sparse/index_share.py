@@ -1,8 +1,8 @@
 """DSA models in which layers without an indexer reuse the last one's selection.
 
-IndexShare (arXiv:2603.12201), as GLM-5.2 and later have it, on the classes of
-``mlx_lm/models/deepseek_v32.py``: every forward here goes on to upstream's own, except
-under pipeline parallelism, where a selection has to cross from stage to stage.
+This is the IndexShare (arXiv:2603.12201) of GLM-5.2 and later, built on the classes of
+``mlx_lm/models/deepseek_v32.py``. Every forward here calls upstream's own, except under
+pipeline parallelism, where one stage has to send its selection to the next.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FullIndexer(Indexer):
 
 
 class SharedIndexer:
-    """What a shared layer has for an indexer: no weights and no keys.
+    """The indexer of a shared layer, without weights and keys.
 
     Parameters
     ----------
@@ -70,17 +70,17 @@ class SharedLayer(DeepseekV32DecoderLayer):
     def __call__(self, x, mask=None, cache=None):
         columns = selected()
         if columns is not None and _is_folded(x, mask):
-            # Here, since gradient checkpoints run what is below again, out of turn.
+            # Before the forward: a gradient checkpoint repeats that out of turn.
             shown = mx.zeros((*columns.shape[:-1], mask.shape[-1]), mx.bool_)
             mask = mask & mx.put_along_axis(shown, columns, mx.array(True), axis=-1)
         if cache is not None:
-            # Upstream's attention evaluates the indexer's cache along with its own.
+            # Upstream's attention also evaluates an indexer's cache: its own stands in.
             cache = cache[0], cache[0]
         return super().__call__(x, mask, cache)
 
 
 def _is_folded(x: mx.array, mask: mx.array | None) -> bool:
-    """Whether a shared layer's mask has the selection: of several tokens it does."""
+    """Whether the selection goes into a shared layer's mask: for several tokens."""
     return x.shape[1] > 1 and mask is not None
 
 
@@ -113,10 +113,10 @@ class SharingModel(DeepseekV32Model):
                 return super().__call__(x, cache)
             return self._as_a_stage(x, cache)
         finally:
-            _selection.set(...)  # it would stay in memory
+            _selection.set(...)  # else the selection would stay in memory
 
     def _as_a_stage(self, x: mx.array, cache: Any) -> mx.array:
-        """One stage of a pipeline, the last rank being the first."""
+        """Run one stage of a pipeline; the last rank is the first stage."""
         layers = self.layers[self.start_idx : self.end_idx]
         cache = [None] * len(layers) if cache is None else cache
         h = self.embed_tokens(x)
@@ -145,7 +145,7 @@ class SharingModel(DeepseekV32Model):
 
 @dataclass
 class SharingArgs(ModelArgs):
-    """Upstream's, with what a configuration can say of sharing."""
+    """Upstream's arguments, and those by which a configuration says what is shared."""
 
     indexer_types: list[str] | None = None
     index_topk_pattern: str | list[str] | None = None
@@ -154,7 +154,7 @@ class SharingArgs(ModelArgs):
 
 
 class SharingGLM(Model):
-    """GLM-5.2 and later; a model that shares nothing becomes upstream's own.
+    """The model of GLM-5.2 and later; one that shares nothing gets upstream's class.
 
     Raises
     ------
@@ -213,7 +213,7 @@ class SharingGLM(Model):
 
 
 def _sent(h: mx.array, columns: mx.array | None, rank: int) -> mx.array:
-    """Hidden states (B, L, D) and a selection (B, 1, L, k) as one message of bytes.
+    """Send hidden states (B, L, D) and a selection (B, 1, L, k) in one message.
 
     Two messages could arrive in either order.
     """
@@ -226,7 +226,7 @@ def _sent(h: mx.array, columns: mx.array | None, rank: int) -> mx.array:
 def _received(
     like: mx.array, index_topk: int, rank: int
 ) -> tuple[mx.array, mx.array | None]:
-    """What ``_sent`` sent; of the selection ``index_topk`` columns, or none."""
+    """Receive what ``_sent`` sent; where ``index_topk`` is 0, without a selection."""
     B, L, D = like.shape
     size = D * like.itemsize
     width = size + index_topk * mx.uint32.size

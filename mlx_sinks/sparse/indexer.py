@@ -1,7 +1,7 @@
 """DSA's indexer with the guarantee: project, score, select.
 
-Follows ``Indexer`` in ``mlx_lm/models/deepseek_v32.py``, the lightning indexer of the
-DeepSeek-V3.2 report, up to the scores; the choice is ours.
+Up to the scores it follows ``Indexer`` in ``mlx_lm/models/deepseek_v32.py``, the
+lightning indexer of the DeepSeek-V3.2 report. The selection is ours.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def indexer_forward(
 ) -> mx.array | None:
     """What upstream's ``Indexer.__call__`` returns, with the guarantee.
 
-    Scored as ``policy.scoring`` says.
+    ``policy.scoring`` says how the scores are computed.
 
     Parameters
     ----------
@@ -60,12 +60,12 @@ def indexer_forward(
         True where a query sees a column.
     cache : optional
         ``None``, ``KVCache`` or ``BatchKVCache``. Its ``left_padding``, where it has
-        one, tells each sequence's first real column.
+        one, is each sequence's first real column.
 
     Returns
     -------
     mx.array, shape (B, 1, L, index_topk), or None
-        Selected columns; ``None`` (dense) while they all fit.
+        Selected columns; ``None`` (dense) while all columns fit.
     """
     B, L, _ = x.shape
     queries = indexer.wq_b(qr).reshape(B, L, indexer.n_heads, indexer.head_dim)
@@ -76,7 +76,7 @@ def indexer_forward(
     if cache is not None:
         keys = dialect.append_keys(cache, keys)
 
-    # Also where all fits: a policy that can't hold must not wait for a long context.
+    # Even where all fits: an impossible policy must not wait for a long context.
     policy.fit(indexer.index_topk)
     if keys.shape[2] <= indexer.index_topk:
         return None

@@ -9,10 +9,10 @@ FULL, SHARED = "full", "shared"
 _LETTERS = {"F": FULL, "S": SHARED}
 
 ROPE_KEY = "indexer_rope_interleave"
-# Whether the indexer's rotary embedding pairs neighbours, where a configuration doesn't
-# say: as DeepSeek's reference implementation and GLM-5's checkpoints have it.
+# Whether an indexer's RoPE pairs neighbouring dims where a configuration doesn't say:
+# the values of DeepSeek's reference implementation and of GLM-5's checkpoints.
 INTERLEAVES = {"deepseek_v32": False, "glm_moe_dsa": True}
-# Of the reference implementations' LayerNorm of indexer keys.
+# The epsilon of the LayerNorm of indexer keys in the reference implementations.
 K_NORM_EPS = 1e-6
 
 
@@ -25,8 +25,8 @@ def indexer_schedule(config: Mapping[str, Any]) -> tuple[str, ...] | None:
 
     A full layer selects with its own indexer, a shared one reuses the selection of the
     last full layer (IndexShare, arXiv:2603.12201; GLM-5.2 and later). As in the
-    reference implementation ``indexer_types`` goes before ``index_topk_pattern``, and
-    that before ``index_topk_freq`` with ``index_skip_topk_offset``.
+    reference implementation ``indexer_types`` overrides ``index_topk_pattern``, and
+    that overrides ``index_topk_freq`` with ``index_skip_topk_offset``.
 
     Parameters
     ----------
@@ -36,8 +36,8 @@ def indexer_schedule(config: Mapping[str, Any]) -> tuple[str, ...] | None:
     Raises
     ------
     CheckpointError
-        A first layer marked shared, another number of entries than layers, or an entry
-        that is neither.
+        The first layer is shared, there isn't one entry for each layer, or an entry is
+        neither full nor shared.
     """
     layers = config["num_hidden_layers"]
     for name in ("indexer_types", "index_topk_pattern"):
@@ -57,7 +57,7 @@ def indexer_schedule(config: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def indexer_interleaves(config: Mapping[str, Any]) -> bool | None:
-    """Whether the indexer's RoPE pairs neighbours; ``None`` for kinds without one."""
+    """Whether the indexer's RoPE pairs neighbouring dims; ``None`` without indexers."""
     stated = config.get(ROPE_KEY)
     return INTERLEAVES.get(config.get("model_type")) if stated is None else bool(stated)
 
@@ -76,7 +76,7 @@ def _kinds(name: str, stated: Any) -> tuple[str, ...]:
 
 
 def _spaced(layers: int, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Every layer before the offset's, then one in ``index_topk_freq``."""
+    """The first ``offset`` layers are full, then one layer in ``index_topk_freq``."""
     freq = max(_whole(config, "index_topk_freq", 1), 1)
     offset = _whole(config, "index_skip_topk_offset", 2)
     return tuple(
@@ -90,12 +90,12 @@ def _whole(config: Mapping[str, Any], name: str, otherwise: int) -> int:
 
 
 def whole(name: str, number: Any, least: int = 0) -> int:
-    """A count of a configuration.
+    """Check a count that a configuration gives.
 
     Raises
     ------
     CheckpointError
-        It isn't a whole number from ``least`` on.
+        It isn't a whole number of at least ``least``.
     """
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise CheckpointError(

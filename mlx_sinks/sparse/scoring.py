@@ -15,7 +15,7 @@ GPU_MEMORY = 2**30
 class IndexScores:
     """Scores of the lightning indexer, computed a block of queries at a time.
 
-    Of query ``i`` and key ``t`` it is ``sum_h weight[i, h] * relu(query[i, h] @
+    The score of query ``i`` and key ``t`` is ``sum_h weight[i, h] * relu(query[i, h] @
     key[t])``, as in the DeepSeek-V3.2 report. All heads share the keys: one product
     multiplies a block's queries, (rows * H) x D, by the keys, D x T. A second product
     sums over heads, in float32.
@@ -25,12 +25,12 @@ class IndexScores:
     queries : mx.array, shape (B, H, L, D)
         Rotated.
     keys : mx.array, shape (B, 1, T, D)
-        Rotated, of the queries' type.
+        Rotated, in the queries' dtype.
     weights : mx.array, shape (B, L, H)
-        Of the heads, scaled.
+        Each head's weight, scaled.
     memory : int
         Bytes that a block may take while it is scored and selected from. A block has
-        one query at least.
+        at least one query.
     """
 
     queries: mx.array
@@ -40,17 +40,17 @@ class IndexScores:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, 1, L, T), as of an array of all scores."""
+        """(B, 1, L, T), as an array of all scores would have."""
         B, _, L, _ = self.queries.shape
         return B, 1, L, self.keys.shape[2]
 
     @property
     def rows(self) -> int:
-        """Queries of a block."""
+        """Number of queries in a block."""
         B, H, L, D = self.queries.shape
         T, size = self.keys.shape[2], mx.float32.size
-        # In float32: each head's queries (D) and products (T); then the sum over heads
-        # and what the selection needs (6 T together). On a CPU a copy of the keys too.
+        # In float32 a query takes D + T numbers for each head (its query and products)
+        # and 6 T for the sum over heads and the selection. A CPU may copy the keys too.
         query = B * size * (H * (D + T) + 6 * T)
         keys = B * T * D * size * (self.keys.dtype != self._factor_type)
         return max(1, min(L, (self.memory - keys) // query))
@@ -79,7 +79,7 @@ class IndexScores:
 
 @functools.cache
 def default_memory(kind: mx.DeviceType) -> int:
-    """Bytes for the scores of a block: fast on a CPU, a small share of a GPU."""
+    """Default bytes of a block: a fast size on a CPU, a small share of a GPU's."""
     if kind == mx.cpu:
         return CPU_MEMORY
     facts = mx.device_info(mx.Device(kind))

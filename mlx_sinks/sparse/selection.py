@@ -1,4 +1,4 @@
-"""From scores to selected columns, with the guarantee. All of the top-k is here."""
+"""The top-k with the guarantee: from scores to selected columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST = mx.finfo(mx.float32).max
 
 
 class Scores(Protocol):
-    """Scores that are computed block by block, as the selection comes to them."""
+    """Scores that are computed block by block, as the selection needs them."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -25,7 +25,7 @@ class Scores(Protocol):
 
     @property
     def rows(self) -> int:
-        """Queries of a block, of the L."""
+        """Number of queries in a block."""
 
     def block(self, rows: slice) -> mx.array:
         """(B, 1, rows, T)"""
@@ -37,11 +37,11 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Show a function what each selection inside the block chooses from.
+    """Show a function what each selection inside the ``with`` block is made from.
 
-    It is called with ``scores``, ``left_padding`` and ``mask`` as ``select_columns``
-    got them, before the choice and only where there is one (``T > index_topk``). The
-    block is the thread's own: selections of other threads are not shown.
+    It is called before the selection with all ``scores`` in one array, and with
+    ``left_padding`` and ``mask`` as ``select_columns`` got them. It is not called where
+    nothing is selected (``T <= index_topk``), nor for other threads' selections.
     """
     token = _watcher.set(watcher)
     try:
@@ -62,17 +62,17 @@ def select_columns(
     left_padding: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> mx.array | None:
-    """Select ``index_topk`` columns a query: the forced ones, then the best scores.
+    """Select ``index_topk`` columns for each query: the forced, then the best scored.
 
-    A column that the mask hides fills a slot only where fewer than ``index_topk``
+    A column that the mask hides is selected only where fewer than ``index_topk``
     columns are visible. NaN counts as the lowest score. In float32 an infinite score
-    ties with the largest finite one; ties are broken either way.
+    ties with the largest finite one. Of columns that tie any may be selected.
 
     Parameters
     ----------
     scores : mx.array or Scores, shape (B, 1, L, T)
-        Float32, float16 or bfloat16. Any value, NaN and infinities included. ``Scores``
-        are computed here, one block of queries after the other.
+        Float32, float16 or bfloat16, of any value, NaN and infinities included.
+        ``Scores`` are computed here, one block of queries after the other.
     index_topk : int
         Number of columns to select.
     policy : SinkPolicy
@@ -118,15 +118,15 @@ def _shown(
 
 
 def _by_blocks(scores: Scores, act: Callable[[slice, mx.array], mx.array]) -> mx.array:
-    """What ``act`` makes of each block of queries, (B, 1, L, any)."""
+    """Call ``act`` with each block of queries; all results in one, (B, 1, L, any)."""
     L, step = scores.shape[2], scores.rows
     results = []
     for start in range(0, L, step):
         rows = slice(start, min(start + step, L))
         results.append(act(rows, scores.block(rows)))
         if step < L:
-            # MLX allocates well ahead of computing: blocks would pile up in its hands.
-            # Inside of a transformation, such as mx.compile, nothing can be awaited.
+            # MLX allocates long before it computes: blocks would pile up in memory.
+            # Inside a transformation such as mx.compile nothing can be evaluated.
             with suppress(ValueError):
                 mx.eval(results[-1])
     return results[0] if len(results) == 1 else mx.concatenate(results, axis=2)
@@ -152,7 +152,7 @@ def _select(
     if not (sinks or recency):
         pass
     elif L == 1 and left_padding is None and mask is None:
-        # One query that sees everything: its ends are forced.
+        # One query that sees everything: the first and last columns are forced.
         first, last = (mx.full((*keys.shape[:-1], n), mx.inf) for n in (sinks, recency))
         keys = mx.concatenate([first, keys[..., sinks : T - recency], last], axis=-1)
     else:
@@ -165,9 +165,9 @@ def _select(
     return mx.contiguous(selected) if L > 1 else selected
 
 
-# Three classes in one key: hidden -inf < any score, made finite < forced +inf. Float32
-# holds the infinities of both half precisions apart from their finite values.
-# What is compiled for any shape must not broadcast: its first trace counts for all.
+# A sort key for each column: hidden -inf < any score, made finite < forced +inf. In
+# float32 both half precisions' infinities, made finite, exceed their finite values.
+# A shapeless function must not broadcast: MLX uses its first trace for all shapes.
 @functools.partial(mx.compile, shapeless=True)
 def _ranked(scores: mx.array) -> mx.array:
     return mx.nan_to_num(scores.astype(mx.float32), nan=-LARGEST)
@@ -181,5 +181,5 @@ def _ranked_and_hidden(scores: mx.array, mask: mx.array) -> mx.array:
 
 @mx.compile
 def _forced(keys: mx.array, any_forced: mx.array) -> mx.array:
-    """Of columns that the guarantee names: hidden ones stay hidden."""
+    """The sort keys of columns that the guarantee names; hidden ones stay hidden."""
     return mx.where(any_forced & (keys > -mx.inf), mx.inf, keys)

@@ -1,1 +1,1 @@
-"""What we know of the packages under us."""
+"""What we know of the packages that we build on."""

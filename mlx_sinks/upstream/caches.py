@@ -1,4 +1,4 @@
-"""mlx-lm's caches, and what caches of ours need to stand beside them."""
+"""mlx-lm's caches, and what our own caches need to work with mlx-lm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def integers(numbers: Any) -> list[int]:
 
 
 def stacked(rows: list[mx.array | None], sizes: list[int]) -> mx.array | None:
-    """Arrays of sequences one below the other, with as many columns as the longest."""
+    """Arrays of sequences in one batch, with as many columns as the longest has."""
     known = [array for array in rows if array is not None]
     if not known:
         return None
@@ -49,10 +49,10 @@ def stacked(rows: list[mx.array | None], sizes: list[int]) -> mx.array | None:
 
 
 def plain_layers(model: nn.Module, caches: list[Any]) -> list[int]:
-    """Layers whose cache is a plain one.
+    """Layers whose cache is a plain ``KVCache``.
 
-    None where there is not a cache for each layer: some may read another layer's, which
-    a window doesn't leave as its own layer has seen it.
+    There are none where a layer has no cache of its own: it may read another layer's
+    cache, in which a window no longer holds what that layer has seen.
     """
     if len(caches) != len(model.layers):
         return []

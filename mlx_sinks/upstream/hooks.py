@@ -1,7 +1,7 @@
 """Hooks for parts of a model.
 
-MLX modules have none. A module does what its class says, so that a part gets a subclass
-of its own class.
+MLX modules have no hooks. A module does what its class says, so a hook is a subclass
+that a part is given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: a hub id's on this disk, and whether all are there."""
+"""A checkpoint's files: where a hub id's are on this disk, and whether all are."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-# mlx-lm fetches these, in each release that is supported, and leaves others out.
+# The files needed here: every supported mlx-lm release fetches them.
 _CONFIGURATIONS, _WEIGHTS = "*.json", "model*.safetensors"
 
 
 def local_snapshot(name: str) -> Path | None:
-    """The folder of a hub id's files; ``None`` where they aren't on this disk whole.
+    """The folder of a hub id's files; ``None`` where not all are on this disk.
 
-    Needed are configurations and weights: huggingface_hub 2 remembers what a repository
-    has, and refuses a folder without its README. The network is never asked.
+    Only configurations and weights are needed. Without that limit huggingface_hub 2
+    refuses a folder that lacks a repository's README. The network is never asked.
 
     Raises
     ------
@@ -29,7 +29,7 @@ def local_snapshot(name: str) -> Path | None:
         found = snapshot_download(name, local_files_only=True, allow_patterns=patterns)
     except (LocalEntryNotFoundError, ValueError):
         return None
-    # Where nothing was remembered, a download that was cut short is found too.
+    # Where huggingface_hub remembers no file list, it finds an incomplete download too.
     folder = Path(found)
     weights = [*folder.glob(_WEIGHTS)]
     needed = [folder / "config.json", *weights]

@@ -1,4 +1,4 @@
-"""mlx-lm's attention kernel, and code of its models that calls another in its place."""
+"""mlx-lm's attention kernel, and copies of model code that call another function."""
 
 from __future__ import annotations
 

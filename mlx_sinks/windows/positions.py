@@ -10,29 +10,29 @@ from ..upstream.caches import stacked
 from .rotation import Rotation
 from .window import Window
 
-# The position at which a sequence in ``local`` is moved back: float32 holds angles to
-# 1e-3 up to here, and a window is rotated rarely.
+# The position at which a sequence in ``local`` is moved back. Up to here float32 holds
+# angles to 1e-3, and a window is rotated rarely.
 REBASE_AT = 16_384
 
 
 class Positions:
     """The difference between a token's position and its number in the sequence.
 
-    Without a rotation (``"absolute"``) there is none, and no key is ever rotated. With
-    one (``"local"``) the sinks' positions rise with each evicted token, and a long
-    sequence is moved back now and then (a rebase).
+    Without a rotation (``"absolute"``) there is no difference, and no key is moved.
+    With one (``"local"``) each evicted token moves the sinks forwards by a position. A
+    long sequence is moved back now and then (a rebase).
 
     Attributes
     ----------
     rotation : Rotation, optional
-        That of the layer's rope.
+        The rotation of the layer's rope.
     moved : list of int, length B
         How far rebases have moved each sequence's positions.
     originals : mx.array of float32, shape (B, H, sinks, 2, D), optional
-        The sinks' keys as the model rotated them, in ``Rotation.parts``, once one token
-        was evicted.
+        ``Rotation.parts`` of the sinks' keys as the model rotated them. Set once a
+        token was evicted.
     rotations : int
-        Number of keys rotated so far, by heads and layers not multiplied.
+        Number of key rotations so far; all heads of a token count as one.
     """
 
     def __init__(self, window: Window, rotation: Rotation | None, moved: list[int]):
@@ -43,7 +43,7 @@ class Positions:
         self.rotations = 0
 
     def sinks_to_move(self, ends: list[int]) -> int:
-        """How many sinks move in a step: none in ``absolute``, and before evictions."""
+        """How many sinks move in a step: none in ``absolute`` or before evictions."""
         return (
             self.window.sinks if self.rotation and max(ends) > self.window.size else 0
         )
@@ -71,7 +71,7 @@ class Positions:
         return self.rotation.turned(self.originals, moves).astype(held.dtype)
 
     def rebase(self, keys: mx.array, seen: list[int]) -> mx.array:
-        """The keys held; long sequences' are moved back to StreamingLLM's positions.
+        """The keys held. Long sequences are moved back to StreamingLLM's positions.
 
         Parameters
         ----------
@@ -99,7 +99,7 @@ class Positions:
             self.originals = self.originals[mx.array(kept)]
 
     def extract(self, index: int, seen: int) -> Positions:
-        """Those of one sequence of ``seen`` tokens, nothing of it rotated so far."""
+        """The positions of one sequence of ``seen`` tokens, with ``rotations`` at 0."""
         alone = Positions(self.window, self.rotation, [self.moved[index]])
         if self.window.evicted(seen) and self.originals is not None:
             alone.originals = self.originals[index : index + 1]
@@ -107,7 +107,7 @@ class Positions:
 
     @classmethod
     def merge(cls, several: Sequence[Positions]) -> Positions:
-        """Those of all sequences of several, one below the other."""
+        """The positions of the sequences of several, in order."""
         moved = [each.moved for each in several]
         first = several[0]
         merged = cls(first.window, first.rotation, sum(moved, []))

@@ -25,9 +25,9 @@ def make_sink_cache(
     sinks: int = 4,
     position_mode: str = "absolute",
 ) -> list[Any]:
-    """A prompt cache that keeps the sinks and the newest tokens, a layer each.
+    """A prompt cache whose layers keep the sinks and the newest tokens.
 
-    For ``prompt_cache`` anywhere in mlx-lm. Source: Xiao et al. 2023, "Efficient
+    Pass it as ``prompt_cache`` anywhere in mlx-lm. Source: Xiao et al. 2023, "Efficient
     Streaming Language Models with Attention Sinks" (StreamingLLM).
 
     Parameters
@@ -39,21 +39,22 @@ def make_sink_cache(
     sinks : int, default=4
         First tokens of the sequence, kept for good.
     position_mode : str, default="absolute"
-        ``"absolute"``: keys keep the position that they were read at; nothing is ever
-        rotated. ``"local"``: distances are as if the kept tokens stood side by side,
-        and positions stay bounded on endless streams; the model reads two tokens to try
-        its own rope.
+        ``"absolute"``: keys keep the position that they were read at; none is ever
+        moved. ``"local"``: distances count kept tokens only, and positions stay bounded
+        on endless streams. To learn each layer's rotation, the model reads one token at
+        two positions.
 
     Returns
     -------
     list
-        A ``SinkCache`` for each layer with a plain ``KVCache`` of its own. Others
-        (sliding, recurrent, sparse) keep upstream's; a warning names them.
+        A ``SinkCache`` for each layer with a plain ``KVCache`` of its own. The other
+        layers (sliding, recurrent, sparse) keep upstream's cache; a warning names its
+        kinds.
 
     Raises
     ------
     ValueError
-        A window that can't be, an unknown mode, a model without a plain layer, or, in
+        An impossible window, an unknown mode, a model without a plain layer, or, in
         ``local``, a rope whose rotations don't add up.
     """
     if not isinstance(model, nn.Module):
@@ -79,7 +80,7 @@ def make_sink_cache(
 
 
 def warn_of_others(model: nn.Module, caches: list[Any], plain: list[int]) -> None:
-    """Say which layers keep a cache of another kind."""
+    """Warn of layers that keep a cache of another kind."""
     if len(plain) < len(caches):
         warnings.warn(
             f"the window reaches {len(plain)} of {len(caches)} layers; the others keep "
@@ -96,7 +97,7 @@ def _kinds(model: nn.Module, caches: list[Any], plain: list[int]) -> str:
 
 
 class _Capture(upstream._BaseCache):
-    """Captures what a layer stores of one token at an offset, which sees itself."""
+    """Captures what a layer stores of one token, which sees only itself."""
 
     def __init__(self, offset: int):
         self.offset = offset
@@ -112,9 +113,10 @@ class _Capture(upstream._BaseCache):
 def _rotations(model: nn.Module, plain: list[int]) -> dict[int, Rotation | None]:
     """How each plain layer's rope moves keys, tried on the model itself.
 
-    A token that sees itself alone gives the same hidden states wherever it stands, so
-    that what it stores at two offsets differs by the rotation alone. Latent attention
-    has its rotated part among the values, which aren't moved: it is refused.
+    A token that sees only itself has the same hidden states at every position. So what
+    a layer stores of it at two positions differs by the rotation alone. Latent
+    attention stores its rotated part among the values, which can't be moved: it is
+    refused.
     """
     far = 1000
     here, there = (_captured(model, plain, offset) for offset in (0, far))
@@ -157,7 +159,7 @@ def _is_rope(name: str) -> bool:
 
 
 def _close(expected: mx.array, keys: mx.array) -> bool:
-    """Up to the rounding of the keys' dtype and of the angle."""
+    """Whether keys are equal up to the rounding of their dtype and of the angle."""
     expected, keys = (array.astype(mx.float32) for array in (expected, keys))
     error = mx.linalg.norm(expected - keys) / mx.linalg.norm(keys)
     return error.item() < 0.02

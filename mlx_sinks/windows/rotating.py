@@ -1,4 +1,4 @@
-"""Upstream's rotating caches with their first tokens in sight, alone and in batches.
+"""Upstream's rotating caches with their first tokens visible, alone and in batches.
 
 Upstream file: ``mlx_lm/models/cache.py``, ``RotatingKVCache`` with ``keep``.
 """
@@ -38,7 +38,7 @@ class RotatingSinkBatch(BatchSinkCache):
 def rotating_mask(
     cache: Any, N: int, window_size: int | None = None, return_array: bool = False
 ) -> mx.array | str | None:
-    """``RotatingKVCache.make_mask`` with the first ``keep`` tokens in sight.
+    """``RotatingKVCache.make_mask`` with the first ``keep`` tokens visible.
 
     The query at position ``p`` sees them and the ``max_size - keep`` newest tokens up
     to itself, as in upstream's decode; ``window_size``, the model's own sliding window,

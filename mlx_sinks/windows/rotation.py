@@ -1,4 +1,4 @@
-"""Moving a key by a number of positions, as its layer's own rope would have put it."""
+"""Moving a key by a number of positions, as its layer's own rope would rotate it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import rope_utils
 
-# Kinds whose angle is linear in the position: two of them add up to one. Their own
-# magnitude (YaRN's, LongRoPE's) is on the key already and no part of a move.
+# Classes whose angle is linear in the position, so that rotations add up. Their own
+# magnitude (YaRN's, LongRoPE's) is in the key already; a move doesn't change it.
 _FREQS = (
     rope_utils.Llama3RoPE,
     rope_utils.ProportionalRoPE,
@@ -24,15 +24,15 @@ _FREQS = (
 class Rotation:
     """A rotary embedding without magnitude: angle ``position / freqs``.
 
-    A moved key is ``key * cos + quarter * sin``, the quarter being the key turned by a
+    A moved key is ``key * cos + quarter * sin``. The quarter is the key rotated by a
     right angle. Angles are float64, on the host; the sum is float32.
 
     Parameters
     ----------
     freqs : tuple of float, length dims / 2
-        As ``mx.fast.rope`` has them: the inverse of what a position adds.
+        As ``mx.fast.rope`` has them: the inverse of the angle that one position adds.
     traditional : bool, default=False
-        Neighbouring dims are rotated together, rather than the two halves'.
+        Whether neighbouring dims are a pair, rather than dims of the two halves.
     """
 
     freqs: tuple[float, ...]
@@ -40,12 +40,12 @@ class Rotation:
 
     @classmethod
     def of(cls, rope: nn.Module) -> Rotation:
-        """That of a rope module of mlx or mlx-lm.
+        """The rotation of a rope module of mlx or mlx-lm.
 
         Raises
         ------
         ValueError
-            A kind that doesn't add up, named.
+            The module's rotations don't add up. The message names its class.
         """
         if type(rope) is nn.RoPE:
             exponents = np.arange(0, rope.dims, 2) / rope.dims
@@ -72,7 +72,7 @@ class Rotation:
         Returns
         -------
         mx.array
-            As ``keys``, in their dtype.
+            Of the shape and dtype of ``keys``.
         """
         return self.turned(self.parts(keys), positions).astype(keys.dtype)
 
@@ -92,7 +92,7 @@ class Rotation:
         return mx.stack([keys, quarters], axis=-2)
 
     def turned(self, parts: mx.array, positions: list[int]) -> mx.array:
-        """Keys of these ``parts``, each sequence's moved; (B, H, T, D), float32."""
+        """The keys of ``parts`` after the move, (B, H, T, D) in float32."""
         factors = _factors(self, tuple(positions), parts.shape[-1])
         return (parts * factors).sum(axis=-2)
 

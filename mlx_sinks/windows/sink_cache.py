@@ -22,9 +22,9 @@ class SinkCache(OwnCache):
     "Efficient Streaming Language Models with Attention Sinks" (StreamingLLM).
 
     With a ``rotation`` (``position_mode="local"``) positions count kept tokens only:
-    before each step's attention the sinks' original keys are rotated forwards by the
+    before each step's attention the sinks' original keys are moved forwards by the
     number of evicted tokens. All queries of a step see the sinks at the positions that
-    hold for the last of them. Without (``"absolute"``) nothing is ever rotated.
+    are right for its last query. Without one (``"absolute"``) no key is ever moved.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class SinkCache(OwnCache):
     sinks : int, default=4
         First tokens of the sequence, kept for good.
     rotation : Rotation, optional
-        That of the layer's rope.
+        The rotation of the layer's rope.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class SinkCache(OwnCache):
     evictions : int
         Number of tokens evicted so far.
     rotations : int
-        Number of keys rotated so far, by heads and layers not multiplied.
+        Number of key rotations so far; all heads of a token count as one.
     """
 
     step = 256
@@ -54,10 +54,10 @@ class SinkCache(OwnCache):
     def _start(self, positions: Positions, seen: list[int]):
         self.window = positions.window
         self.keys = self.values = None
-        # Tokens seen of each sequence, padding on the left counted below zero.
+        # Tokens seen of each sequence; negative while its left padding is read.
         self._seen = seen
         self._positions = positions
-        # Where the real tokens of right-padded prompts end, while they are fed.
+        # Tokens seen when each right-padded prompt ends; None while none is read.
         self._ends = None
 
     @property
@@ -95,12 +95,12 @@ class SinkCache(OwnCache):
     def of(
         cls, window: int, sinks: int, seen: int, keys: mx.array, values: mx.array
     ) -> SinkCache:
-        """A cache that goes on from another's keys and values.
+        """A cache that continues from another's keys and values.
 
         Parameters
         ----------
         window, sinks, seen : int
-            Tokens kept, kept for good, and seen so far.
+            Numbers of tokens kept, kept for good, and seen so far.
         keys, values : mx.array, shape (1, H, T, D)
             In order of time: the sinks, then the newest tokens. What exceeds ``window``
             is cut.
@@ -126,7 +126,7 @@ class SinkCache(OwnCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Take a step's keys and values in; what its queries attend to.
+        """Store a step's keys and values; return what its queries attend to.
 
         Parameters
         ----------
@@ -136,7 +136,7 @@ class SinkCache(OwnCache):
         Returns
         -------
         tuple of mx.array, shape (B, H, T, D)
-            In the order of ``make_mask(L)``'s columns, which isn't that of time.
+            In the order of ``make_mask(L)``'s columns, which isn't the order of time.
         """
         L = keys.shape[2]
         if L == 0:
@@ -168,9 +168,9 @@ class SinkCache(OwnCache):
         return self._visible(N, window_size)[0, 0]
 
     def _fits(self, L: int) -> bool:
-        """Whether L new tokens fit into columns that no query of theirs needs."""
+        """Whether L new tokens fit into columns that none of their queries needs."""
         if self._ends is not None or min(self._seen) < 0:
-            return False  # padding goes nowhere
+            return False  # padding has no column
         return L == 1 or max(self._seen) + L <= self.window.size
 
     def _held_columns(self, L: int = 0) -> int:
@@ -178,7 +178,7 @@ class SinkCache(OwnCache):
         return min(max(0, *ends), self.window.size)
 
     def _ends_after(self, L: int) -> list[int]:
-        """Tokens of each sequence after a step, what pads it on the right left out."""
+        """Tokens of each sequence after a step, without its right padding."""
         after = [seen + L for seen in self._seen]
         return after if self._ends is None else list(map(min, after, self._ends))
 
@@ -191,8 +191,8 @@ class SinkCache(OwnCache):
         if self._ends is not None:
             ends = np.array(self._ends)[:, None]
             new = np.where(step < ends, new, EMPTY)
-            # Queries of padding see what the last real one sees: a row of nothing
-            # would make NaNs of their values.
+            # Queries of padding see what the last real one sees: a query that sees
+            # nothing would give NaN.
             queries = np.minimum(step, ends - 1)
         held = self.window.held(self._ends_after(0), self._held_columns())
         keys = np.concatenate([held, new], axis=1)
@@ -208,7 +208,7 @@ class SinkCache(OwnCache):
         columns = [[column(n) for n in range(end - L, end)] for end in ends]
         self.values = _put(self.values, columns, values)
         if sinks := self._positions.sinks_to_move(ends):
-            # Before the new keys, which may be sinks themselves in a shorter sequence.
+            # The new keys come after: in a shorter sequence they may be sinks.
             moved = self.keys[..., :sinks, :]
             moved = self._positions.move_sinks(moved, self._seen, ends)
             self.keys[..., :sinks, :] = moved
@@ -223,7 +223,7 @@ class SinkCache(OwnCache):
         return self.keys[..., :held, :], self.values[..., :held, :]
 
     def _grow(self, keys, values, columns: int) -> None:
-        """Have that many columns at least, and up to a step more."""
+        """Allocate at least that many columns, and at most a ``step`` more."""
         missing = columns - (0 if self.keys is None else self.keys.shape[2])
         if missing <= 0:
             return
@@ -237,7 +237,7 @@ class SinkCache(OwnCache):
         self.keys, self.values = grown(self.keys, keys), grown(self.values, values)
 
     def _replace(self, keys, values):
-        """Attend to what was held and to all of the step; then hold what is left."""
+        """Return what was held and all of the step; hold what the window keeps."""
         L, ends = keys.shape[2], self._ends_after(keys.shape[2])
         held = 0
         if self.keys is not None:
@@ -247,7 +247,7 @@ class SinkCache(OwnCache):
         T, seen = keys.shape[2], np.array(self._seen)[:, None]
 
         def columns_of(positions):
-            """The columns that tokens are in now; any column for no token."""
+            """The columns of ``keys`` that hold these positions; any for ``EMPTY``."""
             new, old = held + positions - seen, np.arange(positions.shape[1])
             return np.clip(np.where(positions >= seen, new, old), 0, max(T - 1, 0))
 
@@ -267,12 +267,12 @@ class SinkCache(OwnCache):
         return self._ends is None and max(self._seen) <= self.window.size
 
     def trim(self, n: int) -> int:
-        """Forget the newest ``n`` tokens; returns how many those were.
+        """Trim the newest ``n`` tokens; return how many were trimmed.
 
         Raises
         ------
         ValueError
-            Something was evicted: what an earlier query would see is no longer held.
+            Tokens were evicted: what an earlier query would see is no longer held.
         """
         n = min(n, max(0, min(self._seen)))
         if n > 0 and not self.is_trimmable():
@@ -344,10 +344,10 @@ class SinkCache(OwnCache):
 
 
 class BatchSinkCache(SinkCache):
-    """The same for a batch, each sequence with its own sinks and its own evictions.
+    """A ``SinkCache`` of a batch: each sequence has its own sinks and evictions.
 
-    Sequences lie left-aligned, each token in its own sequence's column, whatever pads
-    the prompts on either side: padding is never held.
+    Padding is never held, on either side. So each token has the column that it would
+    have in a cache of its sequence alone.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class BatchSinkCache(SinkCache):
         """Announce how the prompts to come are padded, as ``BatchKVCache.prepare``."""
         if left_padding is not None:
             if self.keys is not None:
-                raise ValueError("padding on the left goes before a sequence's start")
+                raise ValueError("left padding goes before a sequence's first token")
             padding = integers(left_padding)
             self._seen = [seen - pad for seen, pad in zip(self._seen, padding)]
         if right_padding is not None and max(integers(right_padding)) > 0:
@@ -387,7 +387,7 @@ class BatchSinkCache(SinkCache):
             self._ends = [seen + n for seen, n in zip(self._seen, lengths)]
 
     def finalize(self) -> None:
-        """The prompts' padding on the right is over."""
+        """End the right-padded prompts that ``prepare`` announced."""
         self._seen = self._ends_after(0)
         self._ends = None
         self.keys = self._positions.rebase(self.keys, self._seen)
@@ -437,7 +437,7 @@ class BatchSinkCache(SinkCache):
         for other in caches:
             first._refuse_another_kind(other)
             if other.keys is not None and other.keys.shape[0] > 1:
-                raise ValueError("a SinkCache that holds several rows can't be merged")
+                raise ValueError("a SinkCache of several sequences can't be merged")
         batch = cls.__new__(cls)
         batch._take(caches)
         return batch
@@ -454,8 +454,8 @@ class BatchSinkCache(SinkCache):
 
 
 def _put(held: mx.array, columns: list[list[int]], new: mx.array) -> mx.array:
-    """Each sequence's new tokens in its columns of what is held."""
-    if len(columns) == len(columns[0]) == 1:  # decode of one text, as fast as stock's
+    """Write each sequence's new tokens into its columns of what is held."""
+    if len(columns) == len(columns[0]) == 1:  # decode of one sequence, as fast as stock
         [[column]] = columns
         held[..., column : column + 1, :] = new
         return held
@@ -463,7 +463,7 @@ def _put(held: mx.array, columns: list[list[int]], new: mx.array) -> mx.array:
 
 
 def _rows(columns: np.ndarray) -> mx.array:
-    """Columns of each sequence as an index of keys, (B, 1, columns, 1)."""
+    """Each sequence's columns as an index into its keys, (B, 1, columns, 1)."""
     return mx.array(columns.astype(np.int32)[:, None, :, None])
 
 

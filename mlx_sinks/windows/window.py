@@ -1,4 +1,4 @@
-"""Which tokens a window keeps, where, and who sees them: arithmetic on positions."""
+"""Which tokens a window keeps, in which columns, and which queries see them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ EMPTY = np.iinfo(np.int32).max // 2
 class Window:
     """The sinks and the newest tokens of a sequence, in ``size`` columns.
 
-    A token's column follows from its position alone: the first ``size`` tokens take a
-    column each; from then on the newest one takes that of the oldest that is no sink.
+    A token's column follows from its position alone. The first ``size`` tokens take a
+    column each. Every later token takes that of the oldest token that is no sink.
 
     Parameters
     ----------
@@ -48,21 +48,24 @@ class Window:
 
     @functools.cached_property
     def recent(self) -> int:
-        """Columns that aren't the sinks'."""
+        """Number of columns that aren't the sinks'."""
         return self.size - self.sinks
 
     def column(self, position: int) -> int:
-        """Where the token at a position lies."""
+        """The column of the token at a position."""
         if position < self.size:
             return position
         return self.sinks + (position - self.sinks) % self.recent
 
     def evicted(self, seen: int) -> int:
-        """How many of ``seen`` tokens are gone."""
+        """How many of ``seen`` tokens are evicted."""
         return max(0, seen - self.size)
 
     def held(self, seen: list[int], columns: int) -> np.ndarray:
-        """Positions in the first columns, (B, columns), after ``seen`` tokens each."""
+        """Positions that the first ``columns`` columns hold after ``seen`` tokens each.
+
+        ``EMPTY`` where a column holds no token; shape (B, columns).
+        """
         column = np.arange(columns)
         newest = np.array(seen)[:, None] - 1
         position = np.where(
@@ -83,7 +86,7 @@ class Window:
         keys, queries : np.ndarray, shape (B, T) and (B, L)
             Positions.
         window_size : int, optional
-            The model's own sliding window: nothing older is visible but the sinks.
+            The model's own sliding window: of older tokens only the sinks are visible.
 
         Returns
         -------
