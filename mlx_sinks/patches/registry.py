@@ -321,7 +321,7 @@ def _set_requests(requests: tuple[_Request, ...]) -> None:
         _follow_requests()
     except BaseException:
         _requests = previous
-        _follow_requests()
+        _follow_requests(strict=False)
         raise
 
 

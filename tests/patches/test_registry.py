@@ -185,6 +185,21 @@ def test_an_unknown_target_is_named_with_the_known_ones():
         mlx_sinks.install(targets=["rotary", 3])
 
 
+def test_a_refused_request_undoes_all_of_itself_and_names_what_refused(monkeypatch):
+    """Also where a patch that was in force before can't be kept either."""
+    rotating = importlib.import_module("mlx_lm.models.cache")
+    mlx_sinks.install(SinkPolicy(1, 1), ["index_share", "rotating"])
+    theirs = importlib.import_module("mlx_lm.models.glm_moe_dsa")
+    with monkeypatch.context() as context:
+        context.setattr(theirs, "Model", type("Model", (), {"__module__": "theirs"}))
+        with pytest.raises(PatchError, match="code of theirs") as refused:
+            mlx_sinks.install(SinkPolicy(2, 2), ["rotating"])
+        assert refused.value.__context__ is None
+    for name, module in (("rotating", rotating), ("index_share", theirs)):
+        assert registry.patch_of(name).is_on(module)
+        assert registry.patch_of(name)._policy == SinkPolicy(1, 1)
+
+
 def test_a_helper_that_wraps_upstreams_in_a_module_of_its_own_is_left(monkeypatch):
     upstream = importlib.import_module("mlx_lm.models.cache").make_prompt_cache
     theirs = types.ModuleType("theirs")
