@@ -44,6 +44,8 @@ ARMS = ("dense", "absolute", "local", "mismatched")
 class MismatchedCache(mlx_sinks.SinkCache):
     """Keys at their places in the window, under queries at their places in the text."""
 
+    rotations = 0  # its own, not those of the sinks
+
     def __init__(self, window: int, sinks: int, move: Any):
         super().__init__(window, sinks)
         self.move = move

@@ -72,10 +72,6 @@ class SinkCache(OwnCache):
     def rotations(self) -> int:
         return self._positions.rotations
 
-    @rotations.setter
-    def rotations(self, count: int):
-        self._positions.rotations = count
-
     @property
     def evictions(self) -> int:
         return sum(map(self.window.evicted, self._seen))
