@@ -8,9 +8,13 @@ indexer's keys with an epsilon of 1e-5; the reference implementation has 1e-6.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from types import ModuleType
+
+import mlx.core as mx
+import mlx.nn as nn
 
 from ..policy import SinkPolicy
 from ..sparse.schedule import K_NORM_EPS, ROPE_KEY, indexer_interleaves
@@ -30,9 +34,18 @@ class FidelityPatch(Patch):
         upstream(indexer, args)
         indexer.k_norm.eps = K_NORM_EPS
         interleaves = getattr(args, ROPE_KEY, None)
-        if interleaves not in (None, indexer.rope.traditional):
+        if interleaves in (None, rotates_neighbours(indexer)):
+            return
+        if hasattr(indexer.rope, "traditional"):
             indexer.rope.traditional = interleaves
             self.say()
+            return
+        warnings.warn(
+            f"{ROPE_KEY} is {str(interleaves).lower()} in this checkpoint, and the "
+            f"{type(indexer.rope).__name__} of its indexers can't rotate so: they are "
+            "left as mlx-lm has them",
+            stacklevel=2,
+        )
 
     def _from_dict(self, policy, upstream, cls, config):
         args = upstream(cls, config)
@@ -65,6 +78,17 @@ class FidelityPatch(Patch):
                     f"the epsilon of k_norm isn't {K_NORM_EPS:g} (tiny keys only)"
                 )
         return list(found.values())
+
+
+def rotates_neighbours(indexer: nn.Module) -> bool:
+    """Whether neighbouring dims rotate together, not those of two halves.
+
+    The rotary embedding of longrope has no switch that says it: it is tried.
+    """
+    if hasattr(indexer.rope, "traditional"):
+        return indexer.rope.traditional
+    first = mx.eye(indexer.rope_head_dim)[None, None, :1]
+    return indexer.rope(first, offset=1)[..., 1].item() != 0
 
 
 def reads_convention(module: ModuleType) -> bool:

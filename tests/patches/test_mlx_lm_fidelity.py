@@ -1,5 +1,6 @@
 """Indexers rotate and normalise as their checkpoint and the reference have it."""
 
+import importlib
 import json
 
 import mlx.core as mx
@@ -69,6 +70,68 @@ def test_small_keys_are_normalised_as_in_the_reference(tmp_path):
     assert np.abs(ours - expected).max() < 1e-4
     stock, _ = logits_and_reference(folder)
     assert np.abs(stock - expected).max() > 0.1
+
+
+ROPES = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 8.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    },
+    "proportional": {"partial_rotary_factor": 0.5},
+    "mrope": {"mrope_section": [2, 3, 3]},
+}
+# Its class in mlx-lm rotates halves, whatever it is asked for.
+WITHOUT_A_SWITCH = {"longrope"}
+
+
+def with_rope(kind, rope_type, interleave):
+    """A checkpoint's configuration, in its kind's words."""
+    rope = {"rope_type": rope_type, **ROPES[rope_type]}
+    facts = {**small_models.config(kind), "indexer_rope_interleave": interleave}
+    if kind == "glm_moe_dsa":
+        return {**facts, "rope_parameters": {**rope, "rope_theta": 10000.0}}
+    return {**facts, "rope_scaling": rope}
+
+
+def built(facts):
+    module = importlib.import_module(f"mlx_lm.models.{facts['model_type']}")
+    try:
+        model = module.Model(module.ModelArgs.from_dict(facts))
+    except ValueError as error:
+        pytest.skip(str(error))  # this release doesn't know the kind
+    return [layer.self_attn.indexer for layer in model.layers]
+
+
+def partner_of_the_first(indexer):
+    """The number of the dim that rotates together with dim 0."""
+    turned = indexer.rope(mx.eye(16)[None, None, :1], offset=1)[0, 0, 0]
+    (partner,) = np.flatnonzero(np.abs(np.array(turned))[1:] > 1e-3) + 1
+    return partner
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("kind", small_models.KINDS)
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_every_rotary_embedding_follows_the_checkpoint_or_is_left(
+    rope_type, kind, interleave, recwarn
+):
+    facts = with_rope(kind, rope_type, interleave)
+    stock = built(facts)
+    with mlx_sinks.patched(targets=["indexer_fidelity"]):
+        ours = built(facts)
+    said = [str(warning.message) for warning in recwarn]
+    for before, after in zip(stock, ours):
+        assert type(after.rope) is type(before.rope)
+        followed = rope_type not in WITHOUT_A_SWITCH or not interleave
+        asked = 1 if interleave else 8
+        assert partner_of_the_first(after) == (asked if followed else 8)
+        assert any("left as mlx-lm has them" in line for line in said) != followed
 
 
 @pytest.mark.parametrize("kind", small_models.KINDS)
