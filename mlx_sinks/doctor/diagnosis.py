@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_lm.models.deepseek_v32 import Indexer
 
+from ..patches.mlx_lm_fidelity import rotates_neighbours
 from ..policy import RECENCY, VARIABLE, Settings, SinkPolicy
 from ..sparse.schedule import (
     FULL,
@@ -186,11 +187,15 @@ def schedule_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rope(checkpoint: Checkpoint, fix: str | None) -> Iterator[Verdict]:
-    """Compare the RoPE convention of the reference, of config.json and of mlx-lm."""
+    """Compare the RoPE convention that the weights need with that of this mlx-lm.
+
+    What config.json states goes before what checkpoints of its kind usually have.
+    """
     config = checkpoint.config
-    usual, wanted = INTERLEAVES[checkpoint.kind], indexer_interleaves(config)
+    wanted = indexer_interleaves(config)
     try:
-        stock = rope_of_stock(config)
+        indexer = indexer_of(config)
+        stock = rotates_neighbours(indexer)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         yield Verdict(
@@ -200,28 +205,30 @@ def _rope(checkpoint: Checkpoint, fix: str | None) -> Iterator[Verdict]:
             "the config.json of the original checkpoint",
         )
         return
-    if wanted != usual:
+    has_a_switch = hasattr(indexer.rope, "traditional")
+    if stock != wanted and (fix or not has_a_switch):
         yield Verdict(
             "RoPE flipped",
             True,
-            f"config.json says {ROPE_KEY}={wanted}; the reference of "
-            f"{checkpoint.kind} has {usual}",
-            f"set {ROPE_KEY} to {str(usual).lower()} in config.json",
+            f"this mlx-lm rotates indexers with interleave={stock}; the weights need "
+            f"{wanted}",
+            fix
+            if has_a_switch
+            else f"nothing here: its {type(indexer.rope).__name__} can't rotate so",
         )
-    elif fix and stock != wanted:
+    if wanted != INTERLEAVES[checkpoint.kind]:
         yield Verdict(
-            "RoPE flipped",
-            True,
-            f"this mlx-lm rotates indexers with interleave={not wanted}; the weights "
-            f"need {wanted}",
-            fix,
+            "unusual RoPE",
+            False,
+            f"config.json says {ROPE_KEY}={wanted}; a {checkpoint.kind} usually has "
+            f"{not wanted}. mlx-sinks probe tells whether its indexers choose well",
         )
 
 
-def rope_of_stock(config: Mapping[str, Any]) -> bool:
-    """The convention with which this mlx-lm builds a checkpoint's indexers."""
+def indexer_of(config: Mapping[str, Any]) -> Indexer:
+    """An indexer as this mlx-lm builds it for a checkpoint."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    return Indexer(module.ModelArgs.from_dict(config)).rope.traditional
+    return Indexer(module.ModelArgs.from_dict(config))
 
 
 def _formats(checkpoint: Checkpoint) -> Iterator[Verdict]:

@@ -43,6 +43,14 @@ def doctor(monkeypatch, capsys):
     return run
 
 
+LONGROPE = {
+    "type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0] * 8,
+}
+
+
 def causes(result):
     return [verdict["cause"] for verdict in result["verdicts"] if verdict["wrong"]]
 
@@ -53,7 +61,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     write = small_models.write_folder
     left_out = small_models.shared_layers(SHARED)
-    flipped = {"deepseek_v32": True, "glm_moe_dsa": False}
+    unusual = {"deepseek_v32": True, "glm_moe_dsa": False}
     made = {
         "deepseek": write(root / "deepseek"),
         "glm": write(root / "glm", "glm_moe_dsa"),
@@ -71,10 +79,13 @@ def folders(tmp_path_factory):
         ),
         "llama": small_models.write_llama_folder(root / "llama"),
     }
-    for kind, interleaves in flipped.items():
-        made[f"flipped {kind}"] = write(
-            root / f"flipped {kind}", kind, indexer_rope_interleave=interleaves
+    for kind, interleaves in unusual.items():
+        made[f"unusual {kind}"] = write(
+            root / f"unusual {kind}", kind, indexer_rope_interleave=interleaves
         )
+    stated = {"indexer_rope_interleave": True, "rope_scaling": LONGROPE}
+    made["no switch"] = write(root / "no switch", **stated)
+    made["halves"] = write(root / "halves", rope_scaling=LONGROPE)
     qwen = made["qwen"] = small_models.write_llama_folder(root / "qwen")
     config = json.loads((qwen / "config.json").read_text())
     (qwen / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
@@ -178,9 +189,21 @@ def test_layers_that_should_select_and_can_not(doctor, folders):
 
 
 @pytest.mark.parametrize("kind", small_models.KINDS)
-def test_a_flipped_rotary_embedding(doctor, folders, kind):
-    status, result = doctor("--model", folders[f"flipped {kind}"], variable=ON)
+def test_what_a_configuration_states_is_believed(doctor, folders, kind):
+    """Weights of GLM-5's convention are published as deepseek_v32, too."""
+    status, result = doctor("--model", folders[f"unusual {kind}"], variable=ON)
+    assert (status, causes(result)) == (0, [])
+    said = [verdict["cause"] for verdict in result["verdicts"]]
+    assert said == ["unusual RoPE", "healthy"]
+
+
+def test_a_rotary_embedding_that_has_no_switch(doctor, folders):
+    """Longrope rotates halves in every mlx-lm: what needs no more is healthy."""
+    status, result = doctor("--model", folders["halves"], variable=ON)
+    assert (status, causes(result)) == (0, [])
+    status, result = doctor("--model", folders["no switch"], variable=ON)
     assert (status, causes(result)) == (1, ["RoPE flipped"])
+    assert "SuScaledRoPE can't rotate so" in result["verdicts"][0]["fix"]
 
 
 @pytest.mark.skipif(not STOCK_IGNORES_ROPE, reason="this mlx-lm reads the convention")
