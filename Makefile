@@ -35,7 +35,7 @@ test-newest: build/venv-newest/ready
 
 # The oldest mlx misreads the real model's file: the newest converts it for both.
 test-oldest: build/venv-oldest/ready build/venv-newest/ready
-	build/venv-newest/bin/python bench/smollm2/build.py --plain --out build/smollm2
+	build/venv-newest/bin/python bench/smollm2/build.py --kind llama --out build/smollm2
 	build/venv-oldest/bin/python $(SUITE) --smollm2-seeds 1 --zoo random
 
 UPSTREAM := tests/upstream_suite.py --build build/upstream

@@ -54,7 +54,7 @@ def main() -> int:
 
 def measure(options: argparse.Namespace) -> dict:
     """Run both measurements."""
-    model, _ = load_any(options.model, options.trust_remote_code)
+    model, _ = load_any(options.model)
     for window in options.windows:  # what can't be is refused before any work
         mlx_sinks.make_sink_cache(model, window, sinks=options.sinks)
     with bars() as progress:

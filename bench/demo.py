@@ -25,22 +25,23 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from mlx_sinks.measuring.repetition import repetition
-from smollm2.build import TEXT, build
+from smollm2.build import TEXT, Recipe, build
 from tools.arguments import count, seed
 from tools.blas import with_fast_blas
 from tools.output import bars, new_bar, new_table
 from tools.script import Script
 
 INDEX_TOPK = 128
-CONTEXT = 8192
+SPARSE, DENSE = "smollm2-demo", "smollm2-demo-dense"
+FOLDERS = {SPARSE: INDEX_TOPK, DENSE: 8192}  # the context length
 BLOCK = 100
 N = 4
 PROMPT = "Explain in detail, step by step, how a lighthouse works and why it is needed."
 RULE = "=" * 10  # mlx_lm.generate prints one before the text and one after it
 ARMS = {
-    "stock": ("smollm2-dsa", {}),
-    "sinks": ("smollm2-dsa", {"MLX_SINKS": "1"}),
-    "dense": ("smollm2-dsa-dense", {}),
+    "stock": (SPARSE, {}),
+    "sinks": (SPARSE, {"MLX_SINKS": "1"}),
+    "dense": (DENSE, {}),
 }
 
 
@@ -64,12 +65,13 @@ def main() -> int:
 
 def run_arms(options: argparse.Namespace) -> dict:
     """Generate with each arm, the perplexities beside them on the other core."""
-    build(options.build / "smollm2-dsa", options.source, INDEX_TOPK, seed=0)
-    build(options.build / "smollm2-dsa-dense", options.source, CONTEXT, seed=0)
-    tokenizer = load_tokenizer(options.build / "smollm2-dsa")
+    for folder, index_topk in FOLDERS.items():
+        recipe = Recipe(index_topk=index_topk)
+        build(options.build / folder, recipe, options.source)
+    tokenizer = load_tokenizer(options.build / SPARSE)
     bar = bars(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     # MLX_SINKS_QUIET: the perplexities' own line would be lost among the bars.
-    measure = perplexity_command(options.build / "smollm2-dsa", options)
+    measure = perplexity_command(options.build / SPARSE, options)
     with bar, started(measure, {"MLX_SINKS_QUIET": "1"}) as measuring:
         measuring_task = bar.add_task("perplexity of a text, three arms", total=None)
         arms = {}
@@ -104,7 +106,6 @@ def generate_command(folder: Path, options: argparse.Namespace) -> list[str]:
     """The plain upstream command, from the environment that this script runs in."""
     return [
         str(Path(sys.executable).with_name("mlx_lm.generate")),
-        "--trust-remote-code",
         f"--model={folder}",
         f"--prompt={options.prompt}",
         f"--max-tokens={options.max_tokens}",
@@ -117,8 +118,7 @@ def perplexity_command(folder: Path, options: argparse.Namespace) -> list[str]:
     """The figures of perplexity.py for the same folder, in a process of its own."""
     script = Path(__file__).with_name("perplexity.py")
     facts = [f"--model={folder}", f"--text={TEXT}", f"--tokens={options.text_tokens}"]
-    asked = ["--trust-remote-code", "--probe", "--json"]
-    return [sys.executable, str(script), *facts, *asked]
+    return [sys.executable, str(script), *facts, "--probe", "--json"]
 
 
 def generate(

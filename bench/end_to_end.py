@@ -34,7 +34,7 @@ from mlx_lm.models import glm_moe_dsa
 from rich.console import Console
 
 import mlx_sinks
-from tools.arguments import add_trust, count, seed
+from tools.arguments import count, seed
 from tools.arms import indexers, load
 from tools.blas import restart_with_fast_blas
 from tools.output import bars, environment, new_bar, new_table
@@ -93,7 +93,6 @@ def main() -> int:
     add("--rounds", type=count, default=3, help="of each arm")
     add("--prefill-step", type=count, default=512, help="tokens of a prompt at once")
     add("--seed", type=seed, default=0, help="of prompts and random layers")
-    add_trust(script)
     options = script.parse_args()
     if options.model is not None and options.dtype:
         script.error("--dtype is for --glm-layers: a checkpoint has its own")
@@ -110,7 +109,7 @@ def measure(options: argparse.Namespace) -> dict:
         mx.eval(model.parameters())
     else:
         name = options.model
-        model, _ = load(name, options.trust_remote_code)
+        model, _ = load(name)
     index_topk = indexers(model)[0].index_topk
     vocabulary = model(mx.array([[0]])).shape[-1]
     lengths = options.prompts or [index_topk // 2, 2 * index_topk, 4 * index_topk]

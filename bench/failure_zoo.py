@@ -1,6 +1,6 @@
-"""What healthy and sick indexers do to SmolLM2-DSA, with and without the guarantee.
+"""What healthy and sick indexers do to SmolLM2, with and without the guarantee.
 
-    python bench/failure_zoo.py --model build/smollm2-dsa-256
+    python bench/failure_zoo.py --model build/smollm2
 
 For each kind of indexer and arm, the mean and the range over the seeds of random
 weights, or over the files of trained ones (train_indexer.py writes more):
@@ -25,6 +25,7 @@ import re
 import sys
 from statistics import mean
 
+import mlx.nn as nn
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
@@ -33,7 +34,7 @@ import mlx_sinks
 from mlx_sinks.measuring.repetition import repetition
 from smollm2 import zoo
 from tools.arguments import add_policy, count
-from tools.arms import arms, dense, indexers
+from tools.arms import arms, dense
 from tools.blas import restart_with_fast_blas
 from tools.output import bars, new_table
 from tools.parts import finished
@@ -73,24 +74,20 @@ def main() -> int:
 
 def measure(options: argparse.Namespace) -> dict:
     """All kinds of indexers in all arms."""
-    policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
-    model, tokenizer = zoo.load_model(options.model)
-    index_topk = indexers(model)[0].index_topk
-    policy = policy.fit(index_topk)
+    index_topk = options.index_topk
+    policy = mlx_sinks.SinkPolicy(options.sinks, options.recency).fit(index_topk)
     if options.generate < 0:
         raise ValueError(f"--generate {options.generate}: 0, or tokens to generate")
-    reading = options.text, options.tokens, index_topk
-    ids, facts = zoo.read_text(options.model, tokenizer, *reading)
+    animals, tokenizer, ids, facts = zoo.open_zoo(options)
     facts["policy"] = str(policy)
     sampling = {"temp": 0.8, "top_p": 0.95, "seed": 0}
     writing = {"texts": options.texts, "generated": options.generate, **sampling}
     never = sorted(tokenizer.eos_token_ids)
-    every_arm = arms(model, policy)
     chosen = zoo.cases(options.indexers, options.seeds, options.trained)
 
-    def read(arm: str) -> dict:
+    def read(model: nn.Module, arm: str) -> dict:
         losses = functools.partial(token_losses, model, ids)
-        with every_arm[arm]():
+        with arms(model, policy)[arm]():
             if arm == "dense":
                 values, seen = losses(), {}
             else:
@@ -99,9 +96,9 @@ def measure(options: argparse.Namespace) -> dict:
             seen |= {"mass": seen["mass_guaranteed"], "sinks_kept": 1.0}
         return {"perplexity": perplexity_past(values, index_topk), **seen}
 
-    def write(arm: str) -> dict:
+    def write(model: nn.Module, arm: str) -> dict:
         prompt, length = ids[:index_topk], options.generate
-        with every_arm[arm]():
+        with arms(model, policy)[arm]():
             texts = generate(
                 model, prompt, length, options.texts, never=never, **sampling
             )
@@ -121,12 +118,11 @@ def measure(options: argparse.Namespace) -> dict:
                 title = f"{case or 'no indexer'}, {arm}, {work.__name__}"
                 progress.update(task, description=title)
                 known = {**known, "part": title, "weights": case and case.digest()}
-                name = re.sub(r"[^\w.]+", "-", f"{title} {facts['text']}")
+                name = f"{title} {facts['text']} {facts['tokens']}"
+                name = re.sub(r"[^\w.]+", "-", name)
 
                 def compute(work=work) -> dict:
-                    if case:
-                        zoo.make(model, case)
-                    return work(arm)
+                    return work(animals.make(case or zoo.Case("random")), arm)
 
                 figures |= finished(options.parts / f"{name}.json", known, compute)
                 progress.advance(task)

@@ -57,7 +57,7 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> dict:
     """Run all arms and return their figures with what is needed to repeat them."""
     policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
-    model, tokenizer = load(options.model, options.trust_remote_code)
+    model, tokenizer = load(options.model)
     ids, source = token_ids(tokenizer, options.text)
     index_topk = indexers(model)[0].index_topk
     policy = policy.fit(index_topk)

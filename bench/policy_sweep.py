@@ -1,6 +1,6 @@
 """How many sinks and how much recency: perplexity over a grid of policies.
 
-    python bench/policy_sweep.py --model build/smollm2-dsa-256
+    python bench/policy_sweep.py --model build/smollm2
 
 Each cell is the perplexity past index_topk over that of the dense model, the mean over
 the seeds of random weights, or the files of trained ones. One table for each kind of
@@ -20,7 +20,7 @@ from rich.console import Console
 
 import mlx_sinks
 from smollm2 import zoo
-from tools.arms import dense, indexers
+from tools.arms import dense
 from tools.blas import restart_with_fast_blas
 from tools.output import bars, new_table
 from tools.parts import finished
@@ -48,12 +48,11 @@ def measure(options: argparse.Namespace) -> dict:
         mlx_sinks.SinkPolicy(sinks, recency)
         for sinks, recency in product(options.sinks, options.recency)
     ]
-    model, tokenizer = zoo.load_model(options.model)
-    index_topk = indexers(model)[0].index_topk
+    index_topk = options.index_topk
     for policy in policies:
         policy.fit(index_topk)
-    reading = options.text, options.tokens, index_topk
-    ids, facts = zoo.read_text(options.model, tokenizer, *reading)
+    animals, _, ids, facts = zoo.open_zoo(options)
+    model = animals.make(zoo.Case("random"))
     with dense(model):
         control = perplexity_past(token_losses(model, ids), index_topk)
     rows = []
@@ -61,13 +60,16 @@ def measure(options: argparse.Namespace) -> dict:
         chosen = zoo.cases(options.indexers, options.seeds, options.trained)
         task = progress.add_task("", total=len(chosen) * len(policies))
         for case in chosen:
-            zoo.make(model, case)
+            model = animals.make(case)
             for policy in policies:
                 progress.update(task, description=f"{case}, {policy}")
-                title = f"{case} {policy.sinks} {policy.recency} {facts['text']}"
+                title = (
+                    f"{case} {policy.sinks} {policy.recency} "
+                    f"{facts['text']} {facts['tokens']}"
+                )
                 name = re.sub(r"[^\w.]+", "-", title)
 
-                def compute(policy=policy) -> dict:
+                def compute(model=model, policy=policy) -> dict:
                     with mlx_sinks.patched(policy):
                         losses = token_losses(model, ids)
                     return {"perplexity": perplexity_past(losses, index_topk)}

@@ -74,7 +74,7 @@ def main() -> int:
 def profile(options: argparse.Namespace) -> dict:
     """What the texts are like that every arm generates."""
     policy = mlx_sinks.SinkPolicy(options.sinks, options.recency)
-    model, tokenizer = load(options.model, options.trust_remote_code)
+    model, tokenizer = load(options.model)
     index_topk = indexers(model)[0].index_topk
     policy = policy.fit(index_topk)
     prompt = tokenizer.encode(options.prompt)

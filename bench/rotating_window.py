@@ -56,7 +56,7 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> dict:
     """Run all arms and return their figures with what is needed to repeat them."""
     window, tokens = options.window, options.tokens
-    model, tokenizer = load_any(options.model, options.trust_remote_code)
+    model, tokenizer = load_any(options.model)
     caches = arms(model, window, options.sinks)
     ids, source = tokens_to_read(tokenizer, options.text, tokens, options.skip)
     texts = [ids[int(a * tokens) : int(b * tokens)] for a, b in BATCH[: options.batch]]

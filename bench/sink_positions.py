@@ -76,7 +76,7 @@ def main() -> int:
 def positions(options: argparse.Namespace) -> dict:
     """How well each arm predicts the text."""
     window, tokens = options.window, options.tokens
-    model, tokenizer = load_any(options.model, options.trust_remote_code)
+    model, tokenizer = load_any(options.model)
     caches = {arm: make(model, window, options.sinks, arm) for arm in options.arms}
     ids, source = tokens_to_read(tokenizer, options.text, tokens, options.skip)
     if tokens <= window + 1:

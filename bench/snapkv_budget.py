@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict:
             f"a prompt of {min(options.prompts)} tokens isn't compacted to "
             f"{max(budgets)} rows"
         )
-    model, tokenizer = load_any(options.model, options.trust_remote_code)
+    model, tokenizer = load_any(options.model)
     ids, source = token_ids(tokenizer, options.text)
     ids = ids[options.skip :]
     length = max(options.prompts) + options.tokens

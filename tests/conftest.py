@@ -67,13 +67,13 @@ def pytest_addoption(parser):
         "--smollm2-seeds",
         nargs="+",
         default=["0"],
-        help="seeds of SmolLM2-DSA's random indexers",
+        help="seeds of SmolLM2's random indexers",
     )
     parser.addoption(
         "--zoo",
         nargs="+",
         default=["random", "trained", "RoPE flipped"],
-        help="kinds of SmolLM2-DSA's indexers",
+        help="kinds of SmolLM2's indexers",
     )
 
 

@@ -32,6 +32,7 @@ AFFORDABLE = {
     "train_indexer.py": ("--length 9999999", "too few for --length"),
     "mlx-sinks probe": ("--tokens 9", "9 tokens don't go past"),
     "bench/rotating_window.py": ("--tokens 9 --skip 0", "9 tokens don't go past"),
+    "bench/exactness.py": ("--tokens 9 --skip 9999999", "tokens after 9999999"),
     "bench/sink_positions.py": ("--tokens 9 --skip 0", "9 tokens don't go past"),
     "bench/cache_speed.py": ("--windows 4", "must be smaller than window=4"),
     "bench/indexer_speed.py": ("--keys 9", "no --keys go past"),

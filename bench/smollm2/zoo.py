@@ -1,33 +1,43 @@
-"""Ways in which an indexer is healthy or sick, on SmolLM2-DSA."""
+"""Ways in which an indexer is healthy or sick, on SmolLM2 as DeepSeek or GLM."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from smollm2.build import (
-    INDEXER_WEIGHTS,
-    TRAINED,
-    check_indexers,
-    random_indexers,
-    trained_indexers,
-)
+import mlx_sinks
+from smollm2.build import Recipe
+from smollm2.indexers import TRAINED, flipped
+from smollm2.llama import load_llama
+from smollm2.mla import mla_weights
 from tools.arguments import count, folder, seed
-from tools.arms import load
+from tools.arms import fast_for_reference_blas
 from tools.output import environment
 from tools.parts import model_files
 from tools.texts import token_ids
 
-SHARED_BY = 4  # layers
+KINDS = (
+    "random",
+    "trained",
+    "RoPE flipped",
+    "4-bit",
+    "shared by four",
+    "shared, made up",
+)
+# GLM-5.2's layers without an indexer: as it was trained to run, and as mlx-lm runs the
+# weights that a converter made up for them.
+SHARING = {
+    "shared by four": {"kind": "glm_moe_dsa", "share": 4},
+    "shared, made up": {"kind": "glm_moe_dsa", "share": 4, "made_up": True},
+}
 
 
 @dataclass(frozen=True)
@@ -67,15 +77,15 @@ def add_zoo(
 ) -> None:
     """Which model and indexers, the text that they are measured on, and the parts."""
     add = parser.add_argument
-    add("--model", required=True, help="folder written by build.py")
-    names = ", ".join(map(repr, KINDS))
+    add("--model", required=True, help="a llama: build.py --kind llama writes one")
+    add("--index-topk", type=count, default=256, help="columns an indexer selects")
     add(
         "--indexers",
         nargs="+",
         choices=KINDS,
         default=kinds,
         metavar="KIND",
-        help=f"of {names}",
+        help=f"of {', '.join(map(repr, KINDS))}",
     )
     add("--seeds", type=seed, nargs="+", default=[0], help="of random indexers")
     add(
@@ -92,129 +102,87 @@ def add_zoo(
 
 
 def cases(kinds: list[str], seeds: list[int], trained: list[Path]) -> list[Case]:
-    """A case for each seed where weights are random, else for each trained file."""
+    """A case for each seed where weights are random, else for each trained file.
+
+    What is random beside trained weights has the number of the file as its seed.
+    """
     seeds, files = dict.fromkeys(seeds), dict.fromkeys(trained)
     return [
         case
         for kind in kinds
         for case in (
-            [Case(kind, seed=seed) for seed in seeds]
+            [Case(kind, seed) for seed in seeds]
             if kind == "random"
-            else [Case(kind, trained=file) for file in files]
+            else [Case(kind, number, file) for number, file in enumerate(files)]
         )
     ]
 
 
-def read_text(
-    model: str, tokenizer: Any, text: Path | None, tokens: int, index_topk: int
-) -> tuple[list[int], dict]:
-    """The text's tokens, and what every figure of them depends on."""
-    ids, source = token_ids(tokenizer, text)
+def open_zoo(options: argparse.Namespace) -> tuple[Zoo, Any, list[int], dict]:
+    """The model, its tokenizer, the tokens to read, and what figures depend on."""
+    index_topk, tokens = options.index_topk, options.tokens
+    llama, tokenizer = load_llama(options.model)
+    ids, source = token_ids(tokenizer, options.text)
     if not index_topk + 1 < tokens <= len(ids):
         raise ValueError(
             f"--tokens {tokens} has to go past index_topk {index_topk}, and "
             f"{source['text']} has {len(ids)}"
         )
-    # Every case brings its own indexers along.
-    base = model_files(model)
-    base.pop(INDEXER_WEIGHTS, None)
+    base = model_files(options.model)
     facts = {"index_topk": index_topk, "base": base, **source, **environment()}
-    return ids[:tokens], facts | {"tokens": tokens}
+    zoo = Zoo(llama, index_topk)
+    return zoo, tokenizer, ids[:tokens], facts | {"tokens": tokens}
 
 
-def load_model(folder: str) -> tuple[nn.Module, TokenizerWrapper]:
-    """A model whose indexers can be exchanged."""
-    model, tokenizer = load(folder, trust_remote_code=True)
-    if not hasattr(model.args, "indexer"):
-        raise ValueError(f"{folder} is no folder that smollm2/build.py wrote")
-    return model, tokenizer
+class Zoo:
+    """A llama as a DeepSeek or GLM model, to be given indexers."""
 
+    def __init__(self, llama: nn.Module, index_topk: int):
+        self.llama, self.index_topk = vars(llama.args), index_topk
+        recipe = Recipe(index_topk=index_topk)
+        weights = dict(tree_flatten(llama.parameters()))
+        weights = mla_weights(weights, recipe.config(self.llama))
+        model = self._empty(recipe)
+        model.load_weights([*model.sanitize(weights).items()], strict=False)
+        fast_for_reference_blas(model)
+        self._weights = {
+            name: weight
+            for name, weight in tree_flatten(model.parameters())
+            if ".indexer." not in name
+        }
 
-def make(model: nn.Module, case: Case) -> None:
-    """Give every layer of the model a new indexer."""
-    for layer in model.layers:
-        layer.self_attn.indexer = model.args.indexer()
-    KINDS[case.kind](model, case)
-    mx.eval(model.parameters())
+    def make(self, case: Case) -> nn.Module:
+        """A model of upstream's own class with a case's indexers."""
+        sharing = SHARING.get(case.kind, {})
+        random = case.trained is None or "made_up" in sharing
+        recipe = Recipe(
+            index_topk=self.index_topk,
+            trained=case.trained,
+            seed=case.seed if random else None,
+            **sharing,
+        )
+        config = recipe.config(self.llama)
+        weights = recipe.indexers(config)
+        if case.kind == "RoPE flipped":
+            weights = flipped(config, weights)
+        model = self.model(recipe, weights)
+        if case.kind == "4-bit":
+            for layer in model.layers:
+                nn.quantize(layer.self_attn.indexer, group_size=64, bits=4)
+            mx.eval(model.parameters())
+        return model
 
+    def model(self, recipe: Recipe, indexers: dict[str, mx.array]) -> nn.Module:
+        """A model with these indexers, by their names in it; by default random ones."""
+        model = self._empty(recipe)
+        weights = self._weights | indexers
+        model.load_weights([*weights.items()], strict=bool(indexers))
+        mx.eval(model.parameters())
+        return model
 
-def _random(model: nn.Module, case: Case) -> None:
-    _fill(model, random_indexers(vars(model.args), case.seed))
-
-
-def _trained(model: nn.Module, case: Case) -> None:
-    _fill(model, trained_indexers(case.trained))
-
-
-def _flipped(model: nn.Module, case: Case) -> None:
-    _trained(model, case)
-    for layer in model.layers:
-        rope = layer.self_attn.indexer.rope
-        rope.traditional = not rope.traditional
-
-
-def _quantised(model: nn.Module, case: Case) -> None:
-    _trained(model, case)
-    for layer in model.layers:
-        nn.quantize(layer.self_attn.indexer, group_size=64, bits=4)
-
-
-def _shared(model: nn.Module, case: Case) -> None:
-    _trained(model, case)
-    for number, layer in enumerate(model.layers):
-        if number % SHARED_BY == 0:
-            leader = layer.self_attn.indexer = Leader(layer.self_attn.indexer)
-        else:
-            layer.self_attn.indexer = Follower(leader)
-
-
-KINDS: dict[str, Callable[[nn.Module, Case], None]] = {
-    "random": _random,
-    "trained": _trained,
-    "RoPE flipped": _flipped,
-    "4-bit": _quantised,
-    "shared by four": _shared,
-}
-
-
-class Leader(nn.Module):
-    """An indexer whose selection other layers reuse, as in GLM-5.2."""
-
-    def __init__(self, indexer: nn.Module):
-        super().__init__()
-        self.own = indexer
-        self._columns: list[mx.array | None] = [None]
-
-    @property
-    def index_topk(self) -> int:
-        return self.own.index_topk
-
-    def __call__(self, x, qr, mask, cache=None):
-        self._columns[0] = self.own(x, qr, mask, cache=cache)
-        return self._columns[0]
-
-
-class Follower(nn.Module):
-    """A layer without an indexer of its own: it takes the last leader's selection."""
-
-    def __init__(self, leader: Leader):
-        super().__init__()
-        # Not as a part of this one: it would count as an indexer of this layer.
-        self.leader = lambda: leader
-
-    @property
-    def index_topk(self) -> int:
-        return self.leader().index_topk
-
-    def __call__(self, x, qr, mask, cache=None):
-        if cache is not None:
-            nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1))
-            cache.update_and_fetch(nothing, nothing)
-        return self.leader()._columns[0]
-
-
-def _fill(model: nn.Module, weights: dict[str, mx.array]) -> None:
-    parameters = dict(tree_flatten(model.parameters()))
-    own = {name: parameters[name] for name in parameters if ".indexer." in name}
-    check_indexers(weights, own)
-    model.load_weights(list(weights.items()), strict=False)
+    def _empty(self, recipe: Recipe) -> nn.Module:
+        module = import_module(f"mlx_lm.models.{recipe.kind}")
+        shares = recipe.share and not recipe.made_up
+        with mlx_sinks.patched(targets=["index_share"] if shares else []):
+            args = module.ModelArgs.from_dict(recipe.config(self.llama))
+            return module.Model(args).eval()

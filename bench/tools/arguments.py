@@ -54,13 +54,6 @@ def folder(text: str) -> Path:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Which model to load, of any kind."""
     parser.add_argument("--model", required=True, help="folder or hub id")
-    add_trust(parser)
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="as upstream's"
-    )
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from mlx_sinks.upstream.loading import load_model
 ARMS = ("stock", "sinks", "dense")
 
 
-def load(path: str, trust_remote_code: bool) -> tuple[nn.Module, TokenizerWrapper]:
+def load(path: str) -> tuple[nn.Module, TokenizerWrapper]:
     """A model with indexers, as upstream runs it whatever ``MLX_SINKS`` says.
 
     Raises
@@ -26,7 +26,7 @@ def load(path: str, trust_remote_code: bool) -> tuple[nn.Module, TokenizerWrappe
     OSError, ValueError
         It can't be loaded, or has no indexer that could be switched off.
     """
-    model, tokenizer = load_any(path, trust_remote_code)
+    model, tokenizer = load_any(path)
     if not indexers(model):
         kind = type(model).__module__.rpartition(".")[2]
         raise ValueError(
@@ -35,16 +35,13 @@ def load(path: str, trust_remote_code: bool) -> tuple[nn.Module, TokenizerWrappe
     return model, tokenizer
 
 
-def load_any(
-    path: str, trust_remote_code: bool = False
-) -> tuple[nn.Module, TokenizerWrapper]:
+def load_any(path: str) -> tuple[nn.Module, TokenizerWrapper]:
     """The same of a model of any kind; one whose layers share is built so."""
     mlx_sinks.uninstall()
     with mlx_sinks.patched(targets=["index_share"]):
-        model, tokenizer = load_model(path, trust_remote_code)
+        model, tokenizer = load_model(path)
     mlx_sinks.uninstall()  # what upstream imported meanwhile
-    if mx.default_device() == mx.Device(mx.cpu):
-        _make_fast_for_reference_blas(model)
+    fast_for_reference_blas(model)
     return model, tokenizer
 
 
@@ -83,11 +80,14 @@ def dense(model: nn.Module) -> Iterator[None]:
             indexer.index_topk = index_topk
 
 
-def _make_fast_for_reference_blas(model: nn.Module) -> None:
+def fast_for_reference_blas(model: nn.Module) -> None:
     """Weights stored input-major, equal in value: the CPU wheel multiplies them faster.
 
-    Its reference BLAS runs ``x @ weight.T`` at half the speed on rows of outputs.
+    Its reference BLAS runs ``x @ weight.T`` at half the speed on rows of outputs. On
+    another device the model stays as it is.
     """
+    if mx.default_device() != mx.Device(mx.cpu):
+        return
     for part in model.modules():
         if isinstance(part, (nn.Linear, nn.Embedding)):
             part.weight = mx.contiguous(part.weight.T).T

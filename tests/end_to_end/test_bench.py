@@ -226,6 +226,21 @@ def test_probe_command(folder, text, tmp_path):
 
 
 @pytest.mark.newest
+def test_a_probe_of_a_folder_with_code_of_its_own(folder, text, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "model")
+    own = "from mlx_lm.models.deepseek_v32 import Model, ModelArgs\n"
+    (copy / "own.py").write_text(own)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_file": "own.py"}))
+    argv = (command("mlx-sinks"), "probe", "--model", copy, "--text", text)
+    refused = run(*argv, "--tokens", "80")
+    assert refused.status == 1
+    assert "on the command line: --trust-remote-code" in refused.stderr
+    probed = run(*argv, "--tokens", "80", "--trust-remote-code")
+    assert probed.status == 0, probed.stderr
+
+
+@pytest.mark.newest
 def test_a_changed_configuration_makes_the_parts_anew(folder, tmp_path):
     """Not only other weights make another model."""
     copy = shutil.copytree(folder, tmp_path / "model")

@@ -2,15 +2,8 @@
 
 import contextlib
 import functools
-import json
-import os
-import random
 import re
 import shlex
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +14,13 @@ import pytest
 import mlx_sinks
 import several_machines
 import small_models
+from launches import free_port, launched, run_by_each, said, spread
 from mlx_sinks import SinkPolicy
-from processes import LIMIT, Server, command, environment, is_ours
+from processes import Server, command, is_ours
 
 POLICY = SinkPolicy(sinks=4, recency=6)
-ON = "MLX_SINKS=sinks=4,recency=6"
+VALUE = "sinks=4,recency=6"
+NEW_TOKENS = 20
 # What a checkpoint's config.json says beside small_models.config; an even number of
 # layers, because 0.31.3 splits odd ones wrongly.
 VARIANTS = {
@@ -47,69 +42,9 @@ TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
     "Pack my box with five dozen jugs of liquor, please.",
 ]
-SCRIPT = Path(several_machines.__file__)
 CHECKPOINT = "spicyneuron/GLM-5.1-MLX-4.5bit"
-README = SCRIPT.parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 README_COMMANDS = re.findall(r"^mlx\.launch .*$", README.read_text(), re.M)
-# Ends with the program that holds the pipe's other end, however that one ends.
-WATCHED = '{{ cat /dev/fd/{pipe}; kill -KILL 0; }} & exec "$@"'
-
-
-def free_port(count: int = 1) -> int:
-    """The first of so many free ports, below those that systems give out themselves.
-
-    At random, because another worker of the test run looks for some at the same time.
-    """
-    while True:
-        first = random.SystemRandom().randrange(20000, 32000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                probe = stack.enter_context(socket.socket())
-                probe.bind(("127.0.0.1", port))
-            return first
-
-
-def two_of(*argv: str | Path) -> list[str | Path]:
-    """Arguments of ``mlx.launch`` for a script or console script."""
-    # 0.31's launcher runs files by an interpreter, 0.32's by themselves without one.
-    return ["--backend", "ring", "--python", sys.executable, "--env", ON, "--", *argv]
-
-
-@contextlib.contextmanager
-def launched(out: Path, *arguments: str | Path) -> Iterator[subprocess.Popen]:
-    """Two processes of one command; none of them outlives the block.
-
-    The launcher gets a standard input that stays open: at its end it would spin.
-    """
-    words = [command("mlx.launch"), "-n", 2, "--starting-port", free_port(2)]
-    words += arguments
-    pipe, held = os.pipe()
-    with (out / "launcher.log").open("wb") as log:
-        process = subprocess.Popen(
-            ["sh", "-c", WATCHED.format(pipe=pipe), "sh", *map(str, words)],
-            stdin=subprocess.PIPE,
-            pass_fds=[pipe],
-            stdout=log,
-            stderr=log,
-            env=environment(),
-            # Its processes outlive a launcher that is killed by itself.
-            start_new_session=True,
-        )
-    os.close(pipe)
-    try:
-        yield process
-    finally:
-        os.close(held)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
-
-
-def said(out: Path) -> str:
-    """What the launcher and both processes have written."""
-    logs = sorted(out.glob("*.log"))
-    return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
 
 
 @pytest.fixture(scope="module")
@@ -126,23 +61,6 @@ def folder(tmp_path_factory):
     return write
 
 
-def spread(folder: Path, parallelism: str, out: Path) -> list[dict]:
-    """What each rank of a launched script generated."""
-    (out / "prompts.json").write_text(json.dumps(PROMPTS))
-    files = [out / f"{rank}.json" for rank in range(2)]
-    # On Linux mlx compiles what it fuses: two ranks may write the same file at once.
-    for _ in range(2):
-        with launched(out, *two_of(SCRIPT, parallelism, folder, out)) as process:
-            try:
-                process.wait(LIMIT)
-            except subprocess.TimeoutExpired:
-                pytest.fail(f"hung\n{said(out)}")
-        if all(file.exists() for file in files):
-            return [json.loads(file.read_text()) for file in files]
-        assert "Failed to compile" in said(out), said(out)
-    pytest.fail(said(out))
-
-
 @pytest.fixture(scope="module")
 def by_one(folder):
     """What one process generates by a policy.
@@ -155,7 +73,7 @@ def by_one(folder):
     def generate(variant: str, policy: SinkPolicy = POLICY) -> dict:
         with mlx_sinks.patched(policy):
             model, _ = mlx_lm.load(str(folder(variant)))
-            return several_machines.tokens(model, PROMPTS)
+            return several_machines.tokens(model, PROMPTS, NEW_TOKENS)
 
     return generate
 
@@ -168,7 +86,8 @@ def test_two_processes_generate_the_tokens_of_one(
 ):
     expected = by_one(variant)
     assert expected["alone"] == expected["together"]
-    assert spread(folder(variant), parallelism, tmp_path) == [expected, expected]
+    ranks = spread(folder(variant), parallelism, PROMPTS, NEW_TOKENS, VALUE, tmp_path)
+    assert ranks == [expected, expected]
     for rank in range(2):
         # Beside the ring's own lines about its attempts to connect.
         lines = (tmp_path / f"{rank}.log").read_text().splitlines()
@@ -195,7 +114,7 @@ def serving(out: Path, *arguments: str | Path) -> Iterator[Server]:
 
 
 def test_the_server_pipelined(folder, tmp_path):
-    path, count = folder("glm_moe_dsa"), several_machines.NEW_TOKENS
+    path, count = folder("glm_moe_dsa"), NEW_TOKENS
 
     def generate(policy):
         with mlx_sinks.patched(policy):
@@ -208,8 +127,9 @@ def test_the_server_pipelined(folder, tmp_path):
         return whole(answer["choices"][0]["text"])
 
     expected = generate(POLICY)
-    argv = two_of(command("mlx_lm.server"), "--model", path, "--pipeline")
-    with serving(tmp_path, *argv) as server, ThreadPoolExecutor(2) as pool:
+    argv = command("mlx_lm.server"), "--model", path, "--pipeline"
+    words = run_by_each(VALUE, *argv)
+    with serving(tmp_path, *words) as server, ThreadPoolExecutor(2) as pool:
         try:
             texts = list(pool.map(complete, TEXTS))
         except OSError as error:

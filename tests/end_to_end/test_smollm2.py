@@ -8,20 +8,21 @@ import json
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from processes import BENCH, bench
-from smollm2 import build
+from smollm2 import build, mla
 
 TEXT = BENCH / "smollm2" / "text.txt"
 BUILDER = "smollm2/build.py"
 # One for each environment; the downloaded weights beside them are shared.
-BUILD = BENCH.parent / "build" / f"test-{Path(sys.prefix).name}"
+BUILD = BENCH.parent / "build" / f"test-llama-{Path(sys.prefix).name}"
 
 
 @pytest.fixture(scope="module")
 def folder():
-    built = bench(BUILDER, "--out", BUILD, "--index-topk", 128)
+    built = bench(BUILDER, "--out", BUILD, "--kind", "llama")
     assert built.status == 0, built.stderr
     return BUILD
 
@@ -31,7 +32,17 @@ def figures(request, folder, tmp_path_factory):
     """The zoo's rows: random indexers of the seeds asked for, and what was trained."""
     kinds = request.config.getoption("--zoo")
     seeds = request.config.getoption("--smollm2-seeds")
-    facts = ["--model", folder, "--tokens", 512, "--generate", 0, "--json"]
+    facts = [
+        "--model",
+        folder,
+        "--index-topk",
+        128,
+        "--tokens",
+        512,
+        "--generate",
+        0,
+        "--json",
+    ]
     facts += ["--seeds", *seeds, "--parts", tmp_path_factory.mktemp("zoo")]
     facts += ["--text", TEXT]
     # With the variable set, too, stock has to be stock.
@@ -104,13 +115,28 @@ def test_the_demo_shows_one_text_while_everything_fits(tmp_path):
             "notes.txt: File exists",
         ),
         ("policy_sweep.py --model nowhere --parts mine", "can't load nowhere"),
-        (f"{BUILDER} --out x --source gone.gguf", "gone.gguf"),
-        (f"{BUILDER} --out x --source gone", "'gone': no such file or folder"),
+        (f"{BUILDER} --out x --source gone", "'gone': no such folder, nor a hub id"),
+        (f"{BUILDER} --out x --kind llama --index-topk 9", "leave out --index-topk"),
+        (f"{BUILDER} --out x --kind llama --indexers trained", "out --indexers, or"),
+        (f"{BUILDER} --out x --kind llama --seed 0", "leave out --seed"),
+        (f"{BUILDER} --out x --indexers trained --seed 0", "leave it out"),
+        (f"{BUILDER} --out x --share 4", "say --kind glm_moe_dsa"),
+        (f"{BUILDER} --out x --kind glm_moe_dsa --share 1", "give 2 layers or more"),
+        (f"{BUILDER} --out x --kind glm_moe_dsa --made-up", "goes with --share"),
+        (f"{BUILDER} --out x --random-layers 3", "goes with --indexers trained"),
+        (
+            f"{BUILDER} --out x --kind glm_moe_dsa --share 4 --indexers trained "
+            "--random-layers 5",
+            "layer 5 is shared",
+        ),
         (f"{BUILDER} --out x --index-topk 0", "--index-topk: a whole number >= 1"),
         (f"{BUILDER} --out mine", "is not a folder that this script wrote"),
         (f"{BUILDER} --out mine/notes.txt", "is not a folder that this script wrote"),
         (f"{BUILDER} --out x --indexers gone", "gone: no such file"),
-        (f"{BUILDER} --out x --indexers --random-layers 30", "no layer 30"),
+        (
+            f"{BUILDER} --out x --indexers trained --random-layers 30",
+            "layer 30 isn't there",
+        ),
         ("smollm2/train_indexer.py --model nowhere --out mine", "can't load"),
         ("demo.py --text-tokens 100", "--text-tokens must go past index_topk"),
         ("demo.py --out mine/notes.txt/x", "mine/notes.txt/x: Not a directory"),
@@ -132,33 +158,43 @@ def test_bad_input_gets_a_sentence_and_loses_nothing(
 
 
 @pytest.mark.newest
-def test_a_build_replaces_its_own_folder(figures, tmp_path):
-    """Also one that has been run, and from a local folder as it is at the time.
-
-    ``figures`` has to be done with the folder that is built anew here.
-    """
-    (BUILD / "__pycache__").mkdir(exist_ok=True)  # as running it leaves
-    built = bench(BUILDER, "--out", BUILD, "--index-topk", 64)
-    assert built.status == 0, built.stderr
-    for topk in (8, 16):
-        options = ["--source", BUILD, "--out", tmp_path / "x", "--index-topk", topk]
-        built = bench(BUILDER, *options)
+def test_a_build_replaces_its_own_folder(folder, tmp_path):
+    """And is one of the options that it is asked for, from any llama."""
+    path, wanted = tmp_path / "x", ["--index-topk", 8, "--kind", "glm_moe_dsa"]
+    for more in ([], ["--share", 4], ["--share", 3, "--made-up"]):
+        built = bench(BUILDER, "--source", folder, "--out", path, *wanted, *more)
         assert built.status == 0, built.stderr
-    assert json.loads((tmp_path / "x" / "config.json").read_text())["index_topk"] == 16
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    names = [{path.name for path in at.iterdir()} for at in (BUILD, tmp_path / "x")]
-    assert names[0] == names[1]
+        assert [path.name for path in tmp_path.iterdir()] == ["x"]
+        config = json.loads((path / "config.json").read_text())
+        assert (config["model_type"], config["index_topk"]) == ("glm_moe_dsa", 8)
+        kinds = config.get("indexer_types", ["full"] * 30)
+        step = more[1] if more else 1
+        assert kinds == ["shared" if n % step else "full" for n in range(30)]
+        weights = mx.load(str(path / build.INDEXER_WEIGHTS))
+        has = {build.layer_of(name) for name in weights}
+        layers = range(30) if "--made-up" in more else range(0, 30, step)
+        assert has == set(layers)
 
 
-def test_a_conversion_that_another_build_has_finished_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "CACHE", tmp_path)
+@pytest.mark.newest
+def test_a_checkpoint_that_differs_from_the_llama_is_not_written(
+    folder, tmp_path, monkeypatch
+):
+    # Norms of latents that divide once more: the first one's epsilon is undone.
+    monkeypatch.setattr(mla, "LATENT", 1.0)
+    with pytest.raises(RuntimeError, match="its logits differ from the llama's by"):
+        build.build(tmp_path / "x", build.Recipe(), str(folder))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_conversion_that_another_build_has_finished_first(tmp_path):
     folder = tmp_path / "model"
 
-    def convert(origin, unfinished):
+    def convert(unfinished):
         for copy in (unfinished, folder):
             copy.mkdir(exist_ok=True)
-            (copy / "weights").write_text(origin)
+            (copy / "weights").write_text("the same")
 
-    assert build._cached(folder, convert, "the same", print) == folder
+    assert build.once(folder, convert, print) == folder
     assert (folder / "weights").read_text() == "the same"
     assert list(tmp_path.iterdir()) == [folder]

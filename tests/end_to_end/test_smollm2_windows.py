@@ -16,7 +16,7 @@ BUILD = BENCH.parent / "build" / f"test-plain-{Path(sys.prefix).name}"
 
 @pytest.fixture(scope="module")
 def smollm2():
-    built = bench("smollm2/build.py", "--out", BUILD, "--plain")
+    built = bench("smollm2/build.py", "--out", BUILD, "--kind", "llama")
     assert built.status == 0, built.stderr
     return BUILD
 
