@@ -47,6 +47,11 @@ def measure(options: argparse.Namespace) -> dict:
     reading = options.text, options.tokens, options.skip
     ids, source = tokens_to_read(tokenizer, *reading)
     model, _ = load_any(options.model)
+    sizes = [each.args.vocab_size for each in (model, reference)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"vocabularies of {sizes[0]} and {sizes[1]} tokens")
+    if options.tokens < 2:
+        raise ValueError("--tokens 1: nothing is predicted; read 2 or more")
     rows = []
     with bars() as progress, dense(reference), dense(model):
         step = new_bar(progress, "reference", options.tokens)

@@ -43,6 +43,7 @@ from tools.texts import difference, logits
 
 TEXT = Path(__file__).with_name("text.txt")
 INDEXER_WEIGHTS = "model-indexer.safetensors"
+INDEX = "model.safetensors.index.json"
 # Tokens to compare with the llama, and how many of them one at a time, too.
 COMPARED, SINGLE = 40, 4
 # The largest difference of a row's logits, over its largest logit.
@@ -217,15 +218,21 @@ def build(out: Path, recipe: Recipe, source: str = "index") -> None:
             if recipe.selects:
                 _add_indexers(folder, recipe.indexers(config))
                 status.update("Comparing it with the llama …")
-                if (far := far_from(llama, folder)) > TOLERANCE:
+                if not (far := far_from(llama, folder)) <= TOLERANCE:  # or no number
                     raise RuntimeError(
                         f"its logits differ from the llama's by {far:.1e} of the "
                         f"largest, not {TOLERANCE:.0e} at most: nothing is written"
                     )
-        if out.exists():
-            _refuse_to_lose(out, folder)
-            out.rename(Path(scratch, "old"))
-        folder.rename(out)
+        old = Path(scratch, "old")
+        try:
+            if out.exists():
+                _refuse_to_lose(out, folder)
+                out.rename(old)
+            folder.rename(out)
+        except BaseException:
+            if old.exists() and not out.exists():
+                old.rename(out)
+            raise
     console.print(f"{out.name}: {recipe}", highlight=False, soft_wrap=True)
 
 
@@ -249,10 +256,11 @@ def far_from(llama: Path, folder: Path) -> float:
     theirs = logits(theirs, ids, len(ids))
     ours, _ = load_any(str(folder))
     with dense(ours):
-        return max(
+        found = [
             difference(logits(ours, ids[:L], size), theirs[:L])
             for L, size in ((COMPARED, COMPARED), (SINGLE, 1))
-        )
+        ]
+    return mx.array(found).max().item()
 
 
 def _add_indexers(folder: Path, indexers: dict[str, mx.array]) -> None:
@@ -262,7 +270,7 @@ def _add_indexers(folder: Path, indexers: dict[str, mx.array]) -> None:
     names |= dict.fromkeys(indexers, INDEXER_WEIGHTS)
     size = sum((folder / file).stat().st_size for file in {*names.values()})
     index = {"metadata": {"total_size": size}, "weight_map": names}
-    _write(folder / "model.safetensors.index.json", index)
+    _write(folder / INDEX, index)
 
 
 def _write(path: Path, facts: dict) -> None:
@@ -276,11 +284,16 @@ def _option(name: str) -> str:
 
 def _refuse_to_lose(out: Path, new: Path) -> None:
     """Only a folder that this script wrote may be replaced by another one."""
-    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
-    foreign = sorted(names - {path.name for path in new.iterdir()})
+    names = _files(out) if out.is_dir() else {out.name}
+    foreign = sorted(names - _files(new) - {INDEXER_WEIGHTS, INDEX})
     if foreign or names and not _is_ours(out / "config.json"):
         held = f"; it holds {', '.join(foreign[:3])}" if foreign else ""
         raise ValueError(f"{out} is not a folder that this script wrote{held}")
+
+
+def _files(folder: Path) -> set[str]:
+    """All that lies in a folder and its folders."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 def _is_ours(config: Path) -> bool:

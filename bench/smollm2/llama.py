@@ -79,6 +79,8 @@ def load_llama(source: str) -> tuple[nn.Module, TokenizerWrapper]:
             f"{source} is a {model.model_type}; smollm2/build.py --kind llama --out "
             "FOLDER writes the llama that is wanted"
         )
+    if any(isinstance(part, nn.QuantizedLinear) for part in model.modules()):
+        raise ValueError(f"{source} is quantised: give the weights that it came from")
     return model, tokenizer
 
 
@@ -94,6 +96,8 @@ def once(
             unfinished = Path(scratch, "model")
             unfinished.mkdir()
             convert(unfinished)
+            for file in unfinished.glob("*.safetensors"):
+                file.chmod(0o444)  # folders of build.py link to it
             try:
                 unfinished.rename(folder)
             except OSError:
@@ -190,10 +194,8 @@ def tokenizer_from_gguf(metadata: dict) -> PreTrainedTokenizerFast:
 def convert_loaded(source: str, folder: Path) -> None:
     """The same from a folder or hub id, of whatever precision."""
     model, tokenizer = load_llama(source)
-    weights = tree_flatten(model.parameters())
-    if any(weight.dtype == mx.uint32 for _, weight in weights):
-        raise ValueError(f"{source} is quantised: give the weights that it came from")
-    weights = {name: weight.astype(mx.float32) for name, weight in weights}
+    parameters = tree_flatten(model.parameters())
+    weights = {name: weight.astype(mx.float32) for name, weight in parameters}
     mx.save_safetensors(str(folder / WEIGHTS), weights, {"format": "mlx"})
     config = {name: fact for name, fact in vars(model.args).items() if fact is not None}
     (folder / "config.json").write_text(json.dumps(config))

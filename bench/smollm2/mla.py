@@ -19,13 +19,25 @@ from typing import Any
 import mlx.core as mx
 
 KINDS = ("deepseek_v32", "glm_moe_dsa")
+# What a llama may have, and these kinds can't express.
+BEYOND = (
+    *("attention_bias", "mlp_bias", "rope_traditional", "rope_scaling"),
+    *("sliding_window", "quantization"),
+)
 LATENT = 2.0**-13  # a power of two: every float type has it
 LATENT_EPS = 1e-6  # upstream's, of the norms of latents
 NOPE_DIMS = 32  # all zero; upstream's kernels want some
 
 
 def mla_config(llama: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The ``config.json`` of that model as one of ``KINDS``, without indexers."""
+    """The ``config.json`` of that model as one of ``KINDS``, without indexers.
+
+    Raises
+    ------
+    ValueError
+        A llama that these kinds can't express.
+    """
+    _check(llama)
     heads, groups = llama["num_attention_heads"], llama["num_key_value_heads"]
     hidden, theta = llama["hidden_size"], llama["rope_theta"]
     dims = hidden // heads
@@ -77,6 +89,19 @@ def mla_config(llama: dict[str, Any], kind: str) -> dict[str, Any]:
         # Pairs of dims of longrope are always those of two halves.
         "indexer_rope_interleave": False,
     }
+
+
+def _check(llama: dict[str, Any]) -> None:
+    beyond = [name for name in BEYOND if llama.get(name)]
+    own = llama["hidden_size"] / llama["num_attention_heads"]
+    if llama.get("head_dim") not in (None, own):
+        beyond.append("head_dim")
+    if beyond:
+        raise ValueError(
+            f"this llama can't be a DeepSeek model: it has {', '.join(beyond)}"
+        )
+    if not llama.get("max_position_embeddings"):
+        raise ValueError("this llama's config.json lacks max_position_embeddings")
 
 
 def mla_weights(

@@ -31,7 +31,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 from rich.progress import Progress, TextColumn
 
-from smollm2.indexers import Student, new_students, save_trained
+from smollm2.indexers import GROUP_SIZE, Student, new_students, save_trained
 from smollm2.llama import load_llama
 from smollm2.mla import mla_config
 from tools.arguments import count, folder, positive, seed
@@ -83,6 +83,11 @@ def train(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"{source['text']} has {len(ids)} tokens: too few for --length"
             )
+    if model.args.hidden_size % GROUP_SIZE:
+        raise ValueError(
+            f"a hidden size of {model.args.hidden_size} can't be stored in groups of "
+            f"{GROUP_SIZE}"
+        )
     names = ("stretches", "length", "steps", "queries", "rate", "seeds")
     facts = {name: getattr(options, name) for name in names}
     facts["texts"] = [source for _, source in texts]

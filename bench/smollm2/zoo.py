@@ -59,6 +59,11 @@ class Case:
     trained: Path | None = None
 
     @property
+    def made_up(self) -> bool:
+        """Whether some weights are random beside trained ones."""
+        return "made_up" in SHARING.get(self.kind, {})
+
+    @property
     def sample(self) -> str:
         return f"seed {self.seed}" if self.trained is None else self.trained.stem
 
@@ -66,10 +71,11 @@ class Case:
         return f"{self.kind}, {self.sample}"
 
     def digest(self) -> str | None:
-        """Of the trained weights, where there are any."""
+        """Of the trained weights, where there are any, and what is random beside."""
         if self.trained is None:
             return None
-        return hashlib.sha256(self.trained.read_bytes()).hexdigest()
+        digest = hashlib.sha256(self.trained.read_bytes()).hexdigest()
+        return f"{digest} seed {self.seed}" if self.made_up else digest
 
 
 def add_zoo(
@@ -120,6 +126,9 @@ def cases(kinds: list[str], seeds: list[int], trained: list[Path]) -> list[Case]
 
 def open_zoo(options: argparse.Namespace) -> tuple[Zoo, Any, list[int], dict]:
     """The model, its tokenizer, the tokens to read, and what figures depend on."""
+    for file in options.trained:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file; train_indexer.py writes it")
     index_topk, tokens = options.index_topk, options.tokens
     llama, tokenizer = load_llama(options.model)
     ids, source = token_ids(tokenizer, options.text)
@@ -153,24 +162,19 @@ class Zoo:
 
     def make(self, case: Case) -> nn.Module:
         """A model of upstream's own class with a case's indexers."""
-        sharing = SHARING.get(case.kind, {})
-        random = case.trained is None or "made_up" in sharing
         recipe = Recipe(
             index_topk=self.index_topk,
             trained=case.trained,
-            seed=case.seed if random else None,
-            **sharing,
+            seed=case.seed if case.made_up or not case.trained else None,
+            **SHARING.get(case.kind, {}),
         )
         config = recipe.config(self.llama)
         weights = recipe.indexers(config)
         if case.kind == "RoPE flipped":
             weights = flipped(config, weights)
-        model = self.model(recipe, weights)
         if case.kind == "4-bit":
-            for layer in model.layers:
-                nn.quantize(layer.self_attn.indexer, group_size=64, bits=4)
-            mx.eval(model.parameters())
-        return model
+            weights = {name: in_4_bits(weight) for name, weight in weights.items()}
+        return self.model(recipe, weights)
 
     def model(self, recipe: Recipe, indexers: dict[str, mx.array]) -> nn.Module:
         """A model with these indexers, by their names in it; by default random ones."""
@@ -186,3 +190,10 @@ class Zoo:
         with mlx_sinks.patched(targets=["index_share"] if shares else []):
             args = module.ModelArgs.from_dict(recipe.config(self.llama))
             return module.Model(args).eval()
+
+
+def in_4_bits(weight: mx.array) -> mx.array:
+    """What 4-bit weights stand for; a CPU multiplies these faster."""
+    if weight.ndim == 1:
+        return weight
+    return mx.dequantize(*mx.quantize(weight, bits=4), bits=4)

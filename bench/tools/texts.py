@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -149,7 +148,8 @@ def difference(ours: mx.array, theirs: mx.array) -> float:
 
 
 def perplexity(losses: np.ndarray | mx.array) -> float:
-    return math.exp(losses.mean())
+    with np.errstate(over="ignore"):
+        return float(np.exp(np.float64(losses.mean().item())))
 
 
 def perplexity_past(losses: np.ndarray, first: int) -> float:

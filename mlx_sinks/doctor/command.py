@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -109,16 +109,17 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     if not checkpoint.selects:
         return found
-    try:
+    shared = interleaves = None  # of what no model can follow
+    with suppress(CheckpointError):
         shared = schedule_of(config).count(SHARED)
-    except CheckpointError:
-        shared = None
+    with suppress(CheckpointError):
+        interleaves = indexer_interleaves(config)
     return {
         **found,
         "shared_layers": shared,
         "layers_with_indexer_weights": len(checkpoint.indexers()),
         "indexer_formats": checkpoint.indexer_formats(),
-        "indexer_interleaves": indexer_interleaves(config),
+        "indexer_interleaves": interleaves,
         "index_topk": index_topk_of(checkpoint),
     }
 
@@ -201,13 +202,13 @@ def _in_words(model: dict[str, Any]) -> str:
         words.append("1 layer" if model["layers"] == 1 else f"{model['layers']} layers")
     if "index_topk" in model:
         formats = [f"{n} in {f}" for f, n in model["indexer_formats"].items()]
-        pairs = "neighbours" if model["indexer_interleaves"] else "halves"
+        pairs = {True: "neighbours", False: "halves", None: "nobody knows how"}
         if model["shared_layers"]:
             words.append(f"{model['shared_layers']} of them shared")
         words += [
             f"{model['layers_with_indexer_weights']} with indexer weights"
             + (f" ({', '.join(formats)})" if formats else ""),
-            f"rotating {pairs}",
+            f"rotating {pairs[model['indexer_interleaves']]}",
             f"index_topk {model['index_topk']:,}",
         ]
     return ", ".join(words)

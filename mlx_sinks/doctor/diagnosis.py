@@ -192,11 +192,11 @@ def _rope(checkpoint: Checkpoint, fix: str | None) -> Iterator[Verdict]:
     What config.json states goes before what checkpoints of its kind usually have.
     """
     config = checkpoint.config
-    wanted = indexer_interleaves(config)
     try:
+        wanted = indexer_interleaves(config)
         indexer = indexer_of(config)
         stock = rotates_neighbours(indexer)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever upstream raises for what stands there
         reason = f"{type(error).__name__}: {error}"
         yield Verdict(
             "configuration",
@@ -206,7 +206,16 @@ def _rope(checkpoint: Checkpoint, fix: str | None) -> Iterator[Verdict]:
         )
         return
     has_a_switch = hasattr(indexer.rope, "traditional")
-    if stock != wanted and (fix or not has_a_switch):
+    if not isinstance(stock, bool):
+        if fix:
+            yield Verdict(
+                "configuration",
+                True,
+                f"config.json says {ROPE_KEY}={stock!r}: this mlx-lm loads it and "
+                "fails at its first token",
+                fix,
+            )
+    elif stock != wanted and (fix or not has_a_switch):
         yield Verdict(
             "RoPE flipped",
             True,

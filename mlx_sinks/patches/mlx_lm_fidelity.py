@@ -9,15 +9,21 @@ indexer's keys with an epsilon of 1e-5; the reference implementation has 1e-6.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..policy import SinkPolicy
-from ..sparse.schedule import K_NORM_EPS, ROPE_KEY, indexer_interleaves
+from ..policy import VARIABLE, SinkPolicy
+from ..sparse.schedule import (
+    K_NORM_EPS,
+    ROPE_KEY,
+    CheckpointError,
+    indexer_interleaves,
+)
 from .patch import Patch, Site, random_state_kept
 
 
@@ -33,8 +39,11 @@ class FidelityPatch(Patch):
     def _init(self, policy, upstream, indexer, args):
         upstream(indexer, args)
         indexer.k_norm.eps = K_NORM_EPS
-        interleaves = getattr(args, ROPE_KEY, None)
-        if interleaves in (None, rotates_neighbours(indexer)):
+        if not hasattr(args, ROPE_KEY):
+            return
+        interleaves = _stated(vars(args))
+        # Upstream's is whatever config.json says, which may be null or a number.
+        if interleaves is None or rotates_neighbours(indexer) is interleaves:
             return
         if hasattr(indexer.rope, "traditional"):
             indexer.rope.traditional = interleaves
@@ -49,7 +58,7 @@ class FidelityPatch(Patch):
 
     def _from_dict(self, policy, upstream, cls, config):
         args = upstream(cls, config)
-        interleaves = indexer_interleaves(config)
+        interleaves = _stated(config)
         if interleaves is not None and not hasattr(args, ROPE_KEY):
             setattr(args, ROPE_KEY, interleaves)
         return args
@@ -89,6 +98,14 @@ def rotates_neighbours(indexer: nn.Module) -> bool:
         return indexer.rope.traditional
     first = mx.eye(indexer.rope_head_dim)[None, None, :1]
     return indexer.rope(first, offset=1)[..., 1].item() != 0
+
+
+def _stated(config: Mapping[str, Any]) -> bool | None:
+    try:
+        return indexer_interleaves(config)
+    except CheckpointError as error:
+        without = f'{VARIABLE}="indexer_fidelity=0" leaves it to mlx-lm'
+        raise CheckpointError(f"{error} ({without})") from None
 
 
 def reads_convention(module: ModuleType) -> bool:

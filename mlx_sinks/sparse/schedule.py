@@ -57,9 +57,19 @@ def indexer_schedule(config: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def indexer_interleaves(config: Mapping[str, Any]) -> bool | None:
-    """Whether the indexer's RoPE pairs neighbouring dims; ``None`` without indexers."""
-    stated = config.get(ROPE_KEY)
-    return INTERLEAVES.get(config.get("model_type")) if stated is None else bool(stated)
+    """Whether the indexer's RoPE pairs neighbouring dims; ``None`` without indexers.
+
+    Raises
+    ------
+    CheckpointError
+        The configuration says neither true nor false.
+    """
+    usual, stated = INTERLEAVES.get(config.get("model_type")), config.get(ROPE_KEY)
+    if stated is None:
+        return usual
+    if usual is not None and stated not in (True, False):
+        raise CheckpointError(f"{ROPE_KEY} must be true or false, not {stated!r}")
+    return bool(stated)
 
 
 def _kinds(name: str, stated: Any) -> tuple[str, ...]:

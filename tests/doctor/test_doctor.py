@@ -197,6 +197,37 @@ def test_what_a_configuration_states_is_believed(doctor, folders, kind):
     assert said == ["unusual RoPE", "healthy"]
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"indexer_rope_interleave": "false"},
+        {"indexer_rope_interleave": []},
+        {"rope_scaling": {"type": "mrope"}},
+        {"rope_scaling": {"type": "linear", "factor": 0}},
+        {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 0}},
+    ],
+)
+def test_a_rotary_embedding_that_cannot_be_built(doctor, folders, tmp_path, facts):
+    folder = shutil.copytree(folders["deepseek"], tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **facts}))
+    status, result = doctor("--model", folder, variable=ON)
+    assert (status, causes(result)) == (1, ["configuration"])
+
+
+@pytest.mark.skipif(STOCK_IGNORES_ROPE, reason="this mlx-lm doesn't read the key")
+@pytest.mark.parametrize("stated", [None, 0, 1])
+def test_a_convention_that_stock_fails_with(doctor, folders, tmp_path, stated):
+    folder = shutil.copytree(folders["deepseek"], tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    config["indexer_rope_interleave"] = stated
+    (folder / "config.json").write_text(json.dumps(config))
+    _, result = doctor("--model", folder)
+    assert causes(result) == ["configuration", "sinks lost"]
+    assert "fails at its first token" in result["verdicts"][0]["sentence"]
+    assert doctor("--model", folder, variable=ON)[0] == 0
+
+
 def test_a_rotary_embedding_that_has_no_switch(doctor, folders):
     """Longrope rotates halves in every mlx-lm: what needs no more is healthy."""
     status, result = doctor("--model", folders["halves"], variable=ON)

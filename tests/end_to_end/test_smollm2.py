@@ -8,11 +8,9 @@ import json
 import sys
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 from processes import BENCH, bench
-from smollm2 import build, mla
 
 TEXT = BENCH / "smollm2" / "text.txt"
 BUILDER = "smollm2/build.py"
@@ -155,46 +153,3 @@ def test_bad_input_gets_a_sentence_and_loses_nothing(
     assert "Traceback" not in result.stderr
     assert sorted(tmp_path.rglob("*")) == [notes.parent, notes]
     assert notes.read_text() == "mine"
-
-
-@pytest.mark.newest
-def test_a_build_replaces_its_own_folder(folder, tmp_path):
-    """And is one of the options that it is asked for, from any llama."""
-    path, wanted = tmp_path / "x", ["--index-topk", 8, "--kind", "glm_moe_dsa"]
-    for more in ([], ["--share", 4], ["--share", 3, "--made-up"]):
-        built = bench(BUILDER, "--source", folder, "--out", path, *wanted, *more)
-        assert built.status == 0, built.stderr
-        assert [path.name for path in tmp_path.iterdir()] == ["x"]
-        config = json.loads((path / "config.json").read_text())
-        assert (config["model_type"], config["index_topk"]) == ("glm_moe_dsa", 8)
-        kinds = config.get("indexer_types", ["full"] * 30)
-        step = more[1] if more else 1
-        assert kinds == ["shared" if n % step else "full" for n in range(30)]
-        weights = mx.load(str(path / build.INDEXER_WEIGHTS))
-        has = {build.layer_of(name) for name in weights}
-        layers = range(30) if "--made-up" in more else range(0, 30, step)
-        assert has == set(layers)
-
-
-@pytest.mark.newest
-def test_a_checkpoint_that_differs_from_the_llama_is_not_written(
-    folder, tmp_path, monkeypatch
-):
-    # Norms of latents that divide once more: the first one's epsilon is undone.
-    monkeypatch.setattr(mla, "LATENT", 1.0)
-    with pytest.raises(RuntimeError, match="its logits differ from the llama's by"):
-        build.build(tmp_path / "x", build.Recipe(), str(folder))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_conversion_that_another_build_has_finished_first(tmp_path):
-    folder = tmp_path / "model"
-
-    def convert(unfinished):
-        for copy in (unfinished, folder):
-            copy.mkdir(exist_ok=True)
-            (copy / "weights").write_text("the same")
-
-    assert build.once(folder, convert, print) == folder
-    assert (folder / "weights").read_text() == "the same"
-    assert list(tmp_path.iterdir()) == [folder]

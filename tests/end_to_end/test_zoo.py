@@ -1,7 +1,6 @@
 """The zoo's kinds of indexers are what their names say, on a model in miniature."""
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -184,11 +183,8 @@ def test_what_each_kind_is(animals, trained):
     swapped = made("RoPE flipped")[5].wk.weight
     assert not mx.array_equal(swapped, held[name])
     assert mx.array_equal(mx.sort(swapped, axis=0), mx.sort(held[name], axis=0))
-    assert all(
-        isinstance(part, nn.QuantizedLinear) and part.bits == 4
-        for indexer in made("4-bit")
-        for part in (indexer.wk, indexer.wq_b, indexer.weights_proj)
-    )
+    coarse = made("4-bit")[5].wk.weight[0]
+    assert len({*coarse.tolist()}) <= 16 < len({*held[name][0].tolist()})
     # One that chose nothing hasn't spoilt the next: each is made from the file.
     assert mx.array_equal(made("trained")[5].wk.weight, held[name])
 

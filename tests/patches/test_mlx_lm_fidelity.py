@@ -90,6 +90,30 @@ ROPES = {
 WITHOUT_A_SWITCH = {"longrope"}
 
 
+@pytest.mark.parametrize("stated", [None, 0, 1])
+@pytest.mark.parametrize("kind", small_models.KINDS)
+def test_a_convention_that_upstream_cannot_run_is_mended(kind, stated, tmp_path):
+    """Not true and not false: mlx-lm 0.32 hands it to a kernel that takes neither."""
+    told = {True: True, False: False, None: kind == "glm_moe_dsa"}[stated]
+    folders = [
+        small_models.write_folder(tmp_path / name, kind, indexer_rope_interleave=value)
+        for name, value in (("odd", stated), ("plain", told))
+    ]
+    mlx_sinks.install(NOTHING)
+    odd, plain = (logits_and_reference(folder)[0] for folder in folders)
+    assert np.array_equal(odd, plain)
+
+
+def test_a_convention_that_is_no_truth_is_refused_with_what_helps(tmp_path):
+    folder = small_models.write_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["indexer_rope_interleave"] = "false"
+    (folder / "config.json").write_text(json.dumps(config))
+    mlx_sinks.install(NOTHING)
+    with pytest.raises(ValueError, match='true or false.*"indexer_fidelity=0"'):
+        mlx_lm.load(str(folder))
+
+
 def with_rope(kind, rope_type, interleave):
     """A checkpoint's configuration, in its kind's words."""
     rope = {"rope_type": rope_type, **ROPES[rope_type]}

@@ -96,3 +96,11 @@ def test_the_rotary_embedding():
         for stated in (True, False):
             config = {"model_type": kind, "indexer_rope_interleave": stated}
             assert indexer_interleaves(config) is stated
+
+
+@pytest.mark.parametrize("stated", ["true", "false", "", 2, [], {}])
+@pytest.mark.parametrize("kind", small_models.KINDS)
+def test_a_convention_that_is_neither_true_nor_false(kind, stated):
+    config = {"model_type": kind, "indexer_rope_interleave": stated}
+    with pytest.raises(CheckpointError, match="must be true or false"):
+        indexer_interleaves(config)
