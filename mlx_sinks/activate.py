@@ -1,96 +1,77 @@
 """Activation by environment variable: ``mlx_sinks.pth`` calls ``start`` at start-up.
 
-This imports no MLX before the program itself imports an upstream package.
+While the variable is set every Python process runs this, whatever it is about. So it
+imports next to nothing, and waits with a finder of its own: wrapt, which does the same
+for all later modules, takes longer to import than Python to start.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import functools
 import os
 import sys
-import threading
-from collections.abc import Callable
 
-from .policy import VARIABLE, PolicyError, Settings, SinkPolicy
-from .sparse.schedule import CheckpointError
 from .targets import TARGETS
+from .variable import OFF, VARIABLE
 
 
-@functools.cache  # a virtual environment may process its .pth files twice
 def start() -> None:
     """Wait for upstream packages. Called as Python starts, if ``MLX_SINKS`` is set."""
-    # Only programs that import upstream hear of a malformed value.
-    with contextlib.suppress(PolicyError):
-        if Settings.from_env().policy is None:
-            return
-    for root in {target.root for target in TARGETS.values()}:
-        _when_imported(root, functools.partial(_on_package, root))
+    if os.environ.get(VARIABLE, "").strip().lower() in OFF:
+        return
+    # A virtual environment may process its .pth files twice.
+    if any(isinstance(finder, UpstreamFinder) for finder in sys.meta_path):
+        return
+    roots = {target.root for target in TARGETS.values()}
+    for root in roots & sys.modules.keys():
+        _on_package(root)
+    sys.meta_path.insert(0, UpstreamFinder(roots - sys.modules.keys()))
+
+
+class UpstreamFinder:
+    """Finds upstream packages where they are, and prepares for their modules.
+
+    Where that fails, the import of the package fails, and so does the next one: a
+    module never runs unpatched.
+    """
+
+    def __init__(self, roots: set[str]):
+        self._roots = roots
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self._roots:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)):
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None
+
+    def prepare(self, root: str) -> None:
+        """Look at the variable as the package is imported, not when it is found."""
+        _on_package(root)
+        self._roots.discard(root)
+
+
+class _Loader:
+    """The package's own loader, and what is done before it."""
+
+    def __init__(self, loader, finder: UpstreamFinder):
+        self._loader, self._finder = loader, finder
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        self._finder.prepare(module.__name__)
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
 
 
 def _on_package(root: str) -> None:
-    """Have a package's targets patched when their modules are imported."""
-    _say_ours_in_a_sentence()
-    settings = Settings.from_env()
-    # One hook for each module: where one patch is refused, none is installed.
-    targets = collections.defaultdict(list)
-    for name in settings.targets:  # none if the program has set the variable to off
-        if TARGETS[name].root == root:
-            targets[TARGETS[name].module].append(name)
-    for module, names in targets.items():
-        _when_imported(module, functools.partial(_install, settings.policy, names))
+    from .on_import import prepare  # reads the variable's value
 
-
-def _install(policy: SinkPolicy, names: list[str]) -> None:
-    from .patches.registry import install_from_environment  # imports MLX
-
-    install_from_environment(policy, names)
-
-
-@functools.cache
-def _say_ours_in_a_sentence() -> None:
-    sys.excepthook = functools.partial(_say_ours, sys.excepthook)
-    threading.excepthook = functools.partial(_say_ours_of_thread, threading.excepthook)
-
-
-def _when_imported(name: str, act: Callable[[], object]) -> None:
-    """Call ``act`` after each import of a module until ``act`` succeeds.
-
-    Where ``act`` fails, the import fails. The next import calls ``act`` again, so that
-    the module never runs unpatched.
-    """
-    import wrapt
-
-    def hook(_):
-        try:
-            act()
-        except BaseException:
-            sys.modules.pop(name, None)
-            _when_imported(name, act)
-            raise
-
-    wrapt.register_post_import_hook(hook, name)
-
-
-def _is_about_the_environment(error: BaseException | None) -> bool:
-    """Whether an error is ours and its message names the variable to change."""
-    from .patches.patch import PatchError  # imports MLX
-
-    ours = (CheckpointError, PatchError, PolicyError)
-    return isinstance(error, ours) and VARIABLE in str(error)
-
-
-def _say_ours(otherwise, kind, error, traceback) -> None:
-    if _is_about_the_environment(error):
-        print(f"mlx-sinks: {error}", file=sys.stderr)
-    else:
-        otherwise(kind, error, traceback)
-
-
-def _say_ours_of_thread(otherwise, args) -> None:
-    if not _is_about_the_environment(args.exc_value):
-        return otherwise(args)
-    print(f"mlx-sinks: {args.exc_value}", file=sys.stderr, flush=True)
-    # mlx-lm 0.31.3's server would wait for ever for the thread that has just died.
-    os._exit(1)
+    prepare(root)

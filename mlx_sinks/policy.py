@@ -15,15 +15,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .targets import TARGETS
+from .variable import OFF, VARIABLE
 
-VARIABLE = "MLX_SINKS"
 ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128,rotating=0"'
 # How an indexer's scores are computed; the first is the default.
 SCORINGS = ("blocks", "upstream")
 # The default recency: docs/causes.md has the sweep behind it.
 RECENCY = 128
 _ON = frozenset({"1", "on", "true", "yes"})
-OFF = frozenset({"", "0", "off", "false", "no"})
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
     for unit, base in (("b", 1000), ("ib", 1024))

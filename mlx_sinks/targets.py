@@ -1,18 +1,14 @@
 """The upstream places that we patch: one entry for each target.
 
-A new place takes one file in ``patches/`` and one entry here. This module imports no
-MLX, so that the start-up hook can read the list.
+A new place takes one file in ``patches/`` and one entry here. Every Python process
+reads this list while the variable is set: it imports next to nothing.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from dataclasses import dataclass
-from importlib.util import find_spec
 
 
-@dataclass(frozen=True)
 class Target:
     """One upstream place, and where its patch is.
 
@@ -30,11 +26,9 @@ class Target:
         ``"file:Class"`` in ``patches/``.
     """
 
-    name: str
-    package: str
-    module: str
-    tested: str
-    patch: str
+    def __init__(self, name: str, package: str, module: str, tested: str, patch: str):
+        self.name, self.package, self.module = name, package, module
+        self.tested, self.patch = tested, patch
 
     @property
     def root(self) -> str:
@@ -44,12 +38,14 @@ class Target:
     @property
     def installed(self) -> bool:
         """Whether the package can be imported, or has metadata."""
+        from importlib.util import find_spec
+
         known = self.root in sys.modules or find_spec(self.root) is not None
         return known or self.version() is not None
 
     def version(self) -> str | None:
         """The release of the package by its metadata; ``None`` where it has none."""
-        from importlib import metadata  # the slowest import of the start-up hook
+        from importlib import metadata
 
         try:
             return metadata.version(self.package)
@@ -57,7 +53,9 @@ class Target:
             return None
 
 
-_mlx_lm = functools.partial(Target, package="mlx-lm", tested=">=0.31.3,<0.33")
+def _mlx_lm(name: str, module: str, patch: str) -> Target:
+    return Target(name, "mlx-lm", module, ">=0.31.3,<0.33", patch)
+
 
 TARGETS = {
     target.name: target

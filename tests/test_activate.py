@@ -49,8 +49,66 @@ def test_another_word_for_off_watches_for_nothing():
 
 @pytest.mark.parametrize("value", ["1", "sinks=8,recency=128", MALFORMED])
 def test_a_program_without_mlx_lm_gets_the_hook_alone(value):
-    names = ("mlx_sinks.activate", "mlx_sinks.patches", "mlx.core", "mlx", "numpy")
-    assert loaded(*names, MLX_SINKS=value) == ["mlx_sinks.activate"]
+    """Whatever else it imports later: every Python process of the shell pays for it."""
+    code = "import json, sys; print(json.dumps(sorted(sys.modules)))"
+    on, off = (
+        set(json.loads(python(code, **variables).stdout))
+        for variables in ({"MLX_SINKS": value}, {})
+    )
+    ours = {
+        "mlx_sinks",
+        *(f"mlx_sinks.{n}" for n in ("activate", "targets", "variable")),
+    }
+    assert on - off == ours | {"__future__"}
+
+
+FOUND = """
+import importlib.util, sys
+spec = importlib.util.find_spec("mlx_lm")
+assert "mlx_sinks.on_import" not in sys.modules
+import mlx_lm
+assert "mlx_sinks.on_import" in sys.modules
+own = mlx_lm.__spec__.loader
+assert own is mlx_lm.__loader__ and type(own) is not type(spec.loader)
+assert own.get_source("mlx_lm") == spec.loader.get_source("mlx_lm")
+import mlx_lm.models.deepseek_v32 as module
+assert hasattr(module.Indexer.__call__, "sinks_upstream")
+"""
+
+
+def test_looking_for_upstream_is_not_importing_it():
+    """The package keeps its own loader, and its modules are patched."""
+    outcome = python(FOUND, MLX_SINKS="1", MLX_SINKS_QUIET="1")
+    assert (outcome.status, outcome.stderr) == (0, "")
+
+
+def test_a_variable_that_the_program_changes_counts_as_upstream_is_imported():
+    code = "import os\nos.environ['MLX_SINKS'] = {!r}\n" + TWICE
+    for before, after, said in [
+        ("1", MALFORMED, ["PolicyError"] * 2),
+        (MALFORMED, "1", ["imported"] * 2),
+        ("1", "0", ["imported"] * 2),
+    ]:
+        module = "mlx_lm.models.deepseek_v32"
+        outcome = python(code.format(after), module, MLX_SINKS=before)
+        assert outcome.stdout.split() == said
+        assert ("keeping" in outcome.stderr) == (after == "1")
+
+
+def test_upstream_that_was_imported_first_is_patched_later():
+    """Another package's .pth file may come before ours."""
+    code = """
+import sys
+import mlx_lm
+from mlx_sinks.activate import UpstreamFinder, start
+start(), start()
+assert sum(isinstance(f, UpstreamFinder) for f in sys.meta_path) == 1
+import os
+"""
+    code = f"import os; os.environ['MLX_SINKS'] = '1'\n{code}"
+    outcome = python(code + "import mlx_lm.models.deepseek_v32")
+    assert outcome.status == 0
+    assert "keeping" in outcome.stderr
 
 
 def test_the_pth_line_looks_at_the_environment_and_imports_nothing():

@@ -188,6 +188,10 @@ def test_the_bench_that_takes_seconds():
         result = shell(f"{line} --rounds 2 --columns 4096")
         assert result.status == 0, result.stderr
         assert "ratio" in result.stdout
+    for line in commands("start_up.py"):
+        result = shell(f"{line} --rounds 1")
+        assert result.status == 0, result.stderr
+        assert "set" in result.stdout
     for line in commands("arithmetic.py"):
         result = shell(line)
         assert result.status == 0, result.stderr

@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..patches.registry import QUIET_VARIABLE, patched, versions
-from ..policy import VARIABLE, Settings, SinkPolicy
+from ..patches.registry import patched, versions
+from ..policy import Settings, SinkPolicy
 from ..probing.command import record
 from ..probing.reading import Reading
 from ..probing.report import by_layer, labels, skill, suspects
 from ..sparse.schedule import SHARED, CheckpointError, indexer_interleaves
+from ..variable import QUIET_VARIABLE, VARIABLE
 from .checkpoint_files import Checkpoint, read_checkpoint
 from .diagnosis import (
     NOT_PROBED,

@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm.models.deepseek_v32 import Indexer
 
 from ..patches.mlx_lm_fidelity import rotates_neighbours
-from ..policy import RECENCY, VARIABLE, Settings, SinkPolicy
+from ..policy import RECENCY, Settings, SinkPolicy
 from ..sparse.schedule import (
     FULL,
     INTERLEAVES,
@@ -21,6 +21,7 @@ from ..sparse.schedule import (
     indexer_interleaves,
     indexer_schedule,
 )
+from ..variable import VARIABLE
 from .checkpoint_files import Checkpoint
 from .places import Place
 

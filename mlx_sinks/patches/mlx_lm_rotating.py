@@ -17,8 +17,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..policy import VARIABLE, PolicyError, SinkPolicy
+from ..policy import PolicyError, SinkPolicy
 from ..upstream.caches import plain_layers
+from ..variable import VARIABLE
 from ..windows.prompt_cache import warn_of_others
 from ..windows.rotating import RotatingSinkBatch, rotating_mask
 from ..windows.window import Window

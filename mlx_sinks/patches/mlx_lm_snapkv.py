@@ -25,7 +25,8 @@ from ..budgets.compaction import (
 )
 from ..budgets.observation import observed
 from ..budgets.snapkv import SnapKV
-from ..policy import VARIABLE, PolicyError, SinkPolicy
+from ..policy import PolicyError, SinkPolicy
+from ..variable import VARIABLE
 from .patch import Patch, Site, everywhere
 
 

@@ -16,11 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .._version import __version__
-from ..policy import OFF, VARIABLE, SinkPolicy
+from ..policy import SinkPolicy
 from ..targets import TARGETS
+from ..variable import OFF, QUIET_VARIABLE, VARIABLE
 from .patch import Patch, PatchError
-
-QUIET_VARIABLE = "MLX_SINKS_QUIET"
 
 _patches: dict[str, Patch] = {}
 

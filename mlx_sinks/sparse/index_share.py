@@ -24,7 +24,7 @@ from mlx_lm.models.deepseek_v32 import (
 )
 from mlx_lm.models.glm_moe_dsa import Model, ModelArgs
 
-from ..policy import VARIABLE
+from ..variable import VARIABLE
 from .schedule import FULL, SHARED, CheckpointError, indexer_schedule
 
 WITHOUT = f'{VARIABLE}="index_share=0" gives every layer an indexer, as upstream does'

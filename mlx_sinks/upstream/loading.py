@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load
 
-from ..policy import VARIABLE
+from ..variable import VARIABLE
 
 
 def load_model(
