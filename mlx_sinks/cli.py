@@ -56,6 +56,7 @@ def _add_run(commands: Any) -> None:
         f"1. Accepted forms: {ACCEPTED}.",
         usage="mlx-sinks run [--sinks N] [--recency N] [--kv-budget N] COMMAND "
         "[ARGUMENT ...]",
+        epilog="Example: mlx-sinks run mlx_lm.generate --model MODEL --prompt Hello",
     )
     _add_policy(parser, "the variable's, or ")
     parser.add_argument(
@@ -97,6 +98,7 @@ def _add_probe(commands: Any) -> None:
         "keep, and the share of dense attention that they cover, with and without the "
         f"guarantee. The model selects as {VARIABLE} says; where that is unset, by "
         "upstream's own code.",
+        epilog="Example: mlx-sinks probe --model MODEL --text notes.txt --out probe",
     )
     add = parser.add_argument
     add("--model", required=True, help=MODEL)
@@ -129,6 +131,7 @@ def _add_doctor(commands: Any) -> None:
         "reads the configuration and the headers of a checkpoint. Only --probe loads "
         f"its weights. The verdicts hold for {VARIABLE} as your shell sets it. The "
         "exit status is 1 where something is wrong, 2 where the doctor couldn't look.",
+        epilog="Example: mlx-sinks doctor --model MODEL --context 8000",
     )
     add = parser.add_argument
     add("--model", help=MODEL)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import operator
 import os
@@ -17,7 +18,10 @@ from typing import Any
 from .targets import TARGETS
 from .variable import OFF, VARIABLE
 
-ACCEPTED = f'{VARIABLE}=1, {VARIABLE}=0 or {VARIABLE}="sinks=8,recency=128,rotating=0"'
+ACCEPTED = (
+    f"{VARIABLE}=1, {VARIABLE}=0 or "
+    f'{VARIABLE}="sinks=8,recency=128,kv_budget=1024,rotating=0"'
+)
 # How an indexer's scores are computed; the first is the default.
 SCORINGS = ("blocks", "upstream")
 # The default recency: docs/causes.md has the sweep behind it.
@@ -257,7 +261,11 @@ def _parse(text: str) -> dict[str, Any]:
     for item in text.split(","):
         name, _, value = (part.strip() for part in item.partition("="))
         if name not in known:
-            raise PolicyError(f"{name!r} is not a setting (known: {', '.join(known)})")
+            near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+            meant = f": did you mean {near[0]}?" if near else ""
+            raise PolicyError(
+                f"{name!r} is not a setting{meant} (known: {', '.join(known)})"
+            )
         if name in settings:
             raise PolicyError(f"{name} is given twice")
         if name in PARSERS:

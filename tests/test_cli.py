@@ -136,6 +136,12 @@ def test_help_names_what_it_can_do(arguments):
     assert "MLX_SINKS" in outcome.stdout
 
 
+@pytest.mark.parametrize("name", ["run", "probe", "doctor"])
+def test_help_has_an_example(name):
+    outcome = run(command("mlx-sinks"), name, "--help", COLUMNS="200")
+    assert f"Example: mlx-sinks {name} " in outcome.stdout
+
+
 def test_options_are_read_without_mlx():
     code = "import sys, mlx_sinks.cli; print({'mlx', 'mlx_lm'} & sys.modules.keys())"
     assert python(code).stdout == "set()\n"

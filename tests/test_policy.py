@@ -195,6 +195,27 @@ MISREAD_SIZES += ["٤MB", "9" * 5000, "9999999999TB"]
 
 
 @pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("sink=8", "sinks"),
+        ("kv-budget=64", "kv_budget"),
+        ("recencies=9", "recency"),
+        ("score-memory=1GB", "score_memory"),
+        ("rotation=0", "rotating"),
+        ("indexer_share=0", "index_share"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(given, meant):
+    with pytest.raises(PolicyError, match=f"did you mean {meant}\\?"):
+        SinkPolicy.from_env({"MLX_SINKS": given})
+
+
+def test_a_name_that_is_nothing_is_answered_with_those_known():
+    with pytest.raises(PolicyError, match="'xyzzy' is not a setting .known: sinks, "):
+        SinkPolicy.from_env({"MLX_SINKS": "xyzzy=1"})
+
+
+@pytest.mark.parametrize(
     "value",
     [
         *("8", "2", "foo=3", "=4", ",", "sinks", "scoring", "score_memory"),
