@@ -10,11 +10,11 @@ import functools
 import operator
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from .logger import warn
 from .targets import TARGETS
 from .variable import OFF, VARIABLE
 
@@ -202,10 +202,9 @@ def _fit(policy: SinkPolicy, index_topk: int) -> SinkPolicy:
         return replace(policy, recency=min(RECENCY, index_topk // 2, room))
     if policy.recency <= room:
         return policy
-    warnings.warn(
+    warn(
         f"recency={policy.recency} and sinks={policy.sinks} exceed the model's "
         f"index_topk={index_topk}: keeping {room} recent tokens",
-        stacklevel=3,
     )
     return replace(policy, recency=room)
 

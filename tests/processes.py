@@ -61,7 +61,8 @@ class Outcome:
 
 
 def is_ours(line: str) -> bool:
-    return line.startswith("mlx-sinks")
+    """Also where the program's own logging writes time and level before it."""
+    return re.search(r"^(\S+ \S+ - [A-Z]+ - )?mlx-sinks\b", line) is not None
 
 
 def command(name: str) -> str:

@@ -5,7 +5,6 @@
 """
 
 import os
-import warnings
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -169,10 +168,8 @@ class Case:
 
 
 def select(scores, k, policy, left_padding=None, mask=None):
-    """The selection as NumPy, without the clamping's warning (tested by itself)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        columns = select_columns(scores, k, policy, left_padding, mask)
+    """The selection as NumPy."""
+    columns = select_columns(scores, k, policy, left_padding, mask)
     if columns is None:
         return None
     assert mx.issubdtype(columns.dtype, mx.integer)

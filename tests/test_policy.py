@@ -1,7 +1,6 @@
 """SinkPolicy, what fits a model of it, and its forms in the environment."""
 
 import itertools
-import warnings
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lines import heard
 from mlx_sinks import PolicyError, SinkPolicy
 from mlx_sinks.policy import Settings
 from mlx_sinks.targets import TARGETS
@@ -63,10 +63,9 @@ unused_topk = itertools.count(1_000_003)
 
 
 def fit_warnings(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as lines:
         result = call()
-    return result, [w for w in caught if issubclass(w.category, UserWarning)]
+    return result, lines
 
 
 @pytest.mark.parametrize(
@@ -308,7 +307,6 @@ def test_a_size_that_was_read_can_be_read_again(unit):
 
 
 @pytest.mark.parametrize("recency", [8, 10**6])
-@pytest.mark.filterwarnings("ignore:recency=")
 def test_what_fits_is_scored_the_same_way(recency):
     policy = SinkPolicy(4, recency, scoring="upstream", score_memory=12345)
     fitted = policy.fit(16)

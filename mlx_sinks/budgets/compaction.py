@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as upstream
 
+from ..logger import warn
 from ..policy import whole_number
 from ..upstream.caches import plain_layers
 from ..upstream.hooks import copied_as, subclass
@@ -215,8 +215,7 @@ def warn_of_skipped(caches: list[Any], method: SnapKV) -> None:
     if whole := skipped_layers(caches, method):
         reasons = Counter(whole.values())
         kinds = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
-        warnings.warn(
+        warn(
             f"the key-value budget reaches {len(caches) - len(whole)} of "
             f"{len(caches)} layers; the others are left whole ({kinds})",
-            stacklevel=3,
         )

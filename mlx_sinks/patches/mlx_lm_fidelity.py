@@ -8,7 +8,6 @@ indexer's keys with an epsilon of 1e-5; the reference implementation has 1e-6.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from types import ModuleType
@@ -17,13 +16,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..policy import VARIABLE, SinkPolicy
+from ..logger import warn
+from ..policy import SinkPolicy
 from ..sparse.schedule import (
     K_NORM_EPS,
     ROPE_KEY,
     CheckpointError,
     indexer_interleaves,
 )
+from ..variable import VARIABLE
 from .patch import Patch, Site, random_state_kept
 
 
@@ -49,11 +50,10 @@ class FidelityPatch(Patch):
             indexer.rope.traditional = interleaves
             self.say()
             return
-        warnings.warn(
+        warn(
             f"{ROPE_KEY} is {str(interleaves).lower()} in this checkpoint, and the "
             f"{type(indexer.rope).__name__} of its indexers can't rotate so: they are "
             "left as mlx-lm has them",
-            stacklevel=2,
         )
 
     def _from_dict(self, policy, upstream, cls, config):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -16,9 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .._version import __version__
+from ..logger import inform
 from ..policy import SinkPolicy
 from ..targets import TARGETS
-from ..variable import OFF, QUIET_VARIABLE, VARIABLE
+from ..variable import VARIABLE
 from .patch import Patch, PatchError
 
 _patches: dict[str, Patch] = {}
@@ -60,9 +60,14 @@ class PatchReport:
     policy: SinkPolicy
     versions: str
 
-    def __str__(self):
+    @property
+    def sentence(self) -> str:
+        """What the logger says."""
         kept = patch_of(self.target).keeps(self.policy)
-        return f"mlx-sinks: keeping {kept} in {self.module} ({self.versions})"
+        return f"keeping {kept} in {self.module} ({self.versions})"
+
+    def __str__(self):
+        return f"mlx-sinks: {self.sentence}"
 
 
 @dataclass(frozen=True)
@@ -277,7 +282,7 @@ def _ask(
             asked_for = {name for name in names if patch_of(name).wanted(policy)}
         reports = [_report(name, policy) for name in sorted(asked_for)]
     for report in reports:
-        patch_of(report.target).announce(functools.partial(_say, str(report)))
+        patch_of(report.target).announce(functools.partial(inform, report.sentence))
     return reports
 
 
@@ -371,10 +376,3 @@ def versions(*packages: str) -> str:
 def _report(name: str, policy: SinkPolicy) -> PatchReport:
     target = TARGETS[name]
     return PatchReport(name, target.module, policy, versions(target.package))
-
-
-@functools.cache
-def _say(line: str) -> None:
-    """Print a line once: ``patched()`` in a loop should not fill the terminal."""
-    if os.environ.get(QUIET_VARIABLE, "").strip().lower() in OFF:
-        print(line, file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ pipeline parallelism, where one stage has to send its selection to the next.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from mlx_lm.models.deepseek_v32 import (
 )
 from mlx_lm.models.glm_moe_dsa import Model, ModelArgs
 
+from ..logger import warn
 from ..variable import VARIABLE
 from .schedule import FULL, SHARED, CheckpointError, indexer_schedule
 
@@ -196,10 +196,9 @@ class SharingGLM(Model):
         shares = isinstance(self.model, SharingModel)
         idle = set(filter(self._is_idle, weights)) if shares else ()
         if idle:
-            warnings.warn(
+            warn(
                 f"{len(idle)} weights of indexers in shared layers are left out: such "
                 "layers have none, and a converter that knew no sharing made them up",
-                stacklevel=2,
             )
         return {name: weight for name, weight in weights.items() if name not in idle}
 

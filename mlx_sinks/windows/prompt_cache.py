@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -10,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as upstream
 
+from ..logger import warn
 from ..upstream.caches import plain_layers
 from .rotation import Rotation
 from .sink_cache import SinkCache
@@ -82,10 +82,9 @@ def make_sink_cache(
 def warn_of_others(model: nn.Module, caches: list[Any], plain: list[int]) -> None:
     """Warn of layers that keep a cache of another kind."""
     if len(plain) < len(caches):
-        warnings.warn(
+        warn(
             f"the window reaches {len(plain)} of {len(caches)} layers; the others keep "
             f"upstream's cache: {_kinds(model, caches, plain)}",
-            stacklevel=3,
         )
 
 

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 import mlx_sinks
 import releases
-from mlx_sinks import PatchError, SinkPolicy
+from mlx_sinks import PatchError, SinkPolicy, logger
 from mlx_sinks.patches import registry
 from mlx_sinks.patches.patch import Patch
 from mlx_sinks.targets import TARGETS
@@ -129,7 +129,8 @@ def test_a_package_that_is_not_installed_is_skipped_or_named(
     patch, module, monkeypatch
 ):
     with monkeypatch.context() as context:
-        context.setattr(type(patch.target), "installed", property(patch.target.__ne__))
+        others = property(lambda target: target is not patch.target)
+        context.setattr(type(patch.target), "installed", others)
         targets = {report.target for report in mlx_sinks.install(POLICY)}
         assert targets == TARGETS.keys() - {patch.target.name}
     mlx_sinks.uninstall()
@@ -236,7 +237,7 @@ def test_installing_leaves_the_random_numbers_alone(patch):
 
 
 def test_its_line_is_said_once(patch, capsys):
-    registry._say.cache_clear()
+    logger.said.cache_clear()
     (report,) = install(patch)
     assert (capsys.readouterr().err != "") == patch.says_at_once
     install(patch)
@@ -247,6 +248,6 @@ def test_its_line_is_said_once(patch, capsys):
     for words in (patch.keeps(POLICY), patch.target.module, patch.target.package):
         assert words in str(report)
     mlx_sinks.uninstall()
-    registry._say.cache_clear()
+    logger.said.cache_clear()
     patch.say()
     assert capsys.readouterr().err == ""

@@ -12,7 +12,8 @@ from mlx_lm.models import deepseek_v32
 import mlx_sinks
 import reference
 import small_models
-from mlx_sinks import SinkPolicy
+from lines import heard
+from mlx_sinks import SinkPolicy, logger
 from mlx_sinks.patches.registry import patch_of
 
 # Enough heads that no two columns tie at a score of nought.
@@ -143,26 +144,23 @@ def partner_of_the_first(indexer):
 @pytest.mark.parametrize("kind", small_models.KINDS)
 @pytest.mark.parametrize("rope_type", ROPES)
 def test_every_rotary_embedding_follows_the_checkpoint_or_is_left(
-    rope_type, kind, interleave, recwarn
+    rope_type, kind, interleave
 ):
     facts = with_rope(kind, rope_type, interleave)
     stock = built(facts)
-    with mlx_sinks.patched(targets=["indexer_fidelity"]):
+    with heard() as lines, mlx_sinks.patched(targets=["indexer_fidelity"]):
         ours = built(facts)
-    said = [str(warning.message) for warning in recwarn]
     for before, after in zip(stock, ours):
         assert type(after.rope) is type(before.rope)
         followed = rope_type not in WITHOUT_A_SWITCH or not interleave
         asked = 1 if interleave else 8
         assert partner_of_the_first(after) == (asked if followed else 8)
-        assert any("left as mlx-lm has them" in line for line in said) != followed
+        assert any("left as mlx-lm has them" in line for line in lines) != followed
 
 
 @pytest.mark.parametrize("kind", small_models.KINDS)
 def test_a_line_says_where_the_convention_was_mended(kind, tmp_path, capsys):
-    from mlx_sinks.patches import registry
-
-    registry._say.cache_clear()
+    logger.said.cache_clear()
     folder = small_models.write_folder(tmp_path, kind)
     mlx_sinks.install(targets=["indexer_fidelity"])
     mlx_lm.load(str(folder))

@@ -1,7 +1,7 @@
 """Rotating caches under the patch: who sees which token, alone and in batches."""
 
+import re
 import sys
-import warnings
 
 import mlx.core as mx
 import mlx_lm
@@ -18,6 +18,7 @@ import small_models
 import window_oracle
 from batch_histories import hold
 from batches import run_out
+from lines import heard
 from mlx_sinks import PatchError, PolicyError, SinkPolicy
 from mlx_sinks.patches.registry import patch_of
 from window_streams import NOISE, WindowHistory
@@ -158,11 +159,13 @@ def test_layers_with_caches_of_their_own_are_left_and_named(on):
         layer_types=["full_attention", "sliding_attention"],
         sliding_window=8,
     )
-    with pytest.warns(UserWarning, match="1 of 2 layers.*1 RotatingKVCache"):
+    with heard() as lines:
         full, own = upstream.make_prompt_cache(sliding, 20)
+    assert re.search("1 of 2 layers.*1 RotatingKVCache", lines[0])
     assert (full.max_size, full.keep, own.max_size, own.keep) == (20, 3, 8, 0)
-    with pytest.warns(UserWarning, match="0 of 2 layers.*2 CacheList"):
+    with heard() as lines:
         upstream.make_prompt_cache(small_models.make(), 20)
+    assert re.search("0 of 2 layers.*2 CacheList", lines[0])
 
 
 @pytest.mark.parametrize("size", [3, 2, 0, -1])
@@ -298,7 +301,7 @@ def test_the_line_is_said_when_a_window_is_made(capsys):
 def test_apply_leaves_windows_alone():
     model = small_models.make()
     mlx_sinks.apply(model, SinkPolicy())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with heard() as lines:
         upstream.make_prompt_cache(model, 20)
+    assert lines == []
     assert not patch_of("rotating").is_on(sys.modules["mlx_lm.models.cache"])

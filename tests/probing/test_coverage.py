@@ -211,7 +211,6 @@ def test_nan_scores_lose_and_infinite_ones_win():
     assert figures["mass"] == pytest.approx(0.4)  # 0 5 6 7
 
 
-@pytest.mark.filterwarnings("ignore:recency=64")
 def test_recency_is_what_the_sinks_leave_room_for():
     figures = covered(SCORES, ATTENTION, 4, SinkPolicy(1, 64))
     assert figures["recency_kept"] == pytest.approx(0)  # of 7 8 9

@@ -18,7 +18,8 @@ from mlx_lm.tuner.trainer import grad_checkpoint
 import mlx_sinks
 import reference
 import small_models
-from mlx_sinks import CheckpointError, SinkPolicy
+from lines import heard
+from mlx_sinks import CheckpointError, SinkPolicy, logger
 from mlx_sinks.sparse.index_share import SharedIndexer, SharingGLM, selected
 from small_models import logits
 
@@ -141,8 +142,10 @@ def test_indexers_that_a_converter_made_up_are_left_out(tmp_path):
     made_up = small_models.write_folder(tmp_path / "made up", "glm_moe_dsa", **SMALL)
     mlx_sinks.install()
     expected, _ = mlx_lm.load(str(faithful))
-    with pytest.warns(UserWarning, match="15 weights of indexers in shared layers"):
+    with heard() as lines:
         model, _ = mlx_lm.load(str(made_up))
+    (line,) = lines
+    assert "15 weights of indexers in shared layers" in line
     ours = logits(model, tokens(), (40,))
     assert np.array_equal(ours, logits(expected, tokens(), (40,)))
 
@@ -162,9 +165,7 @@ def test_models_that_share_nothing_are_upstreams(kind, tmp_path):
 
 
 def test_one_line_says_that_a_model_shares(capsys, tmp_path, monkeypatch):
-    from mlx_sinks.patches import registry
-
-    registry._say.cache_clear()
+    logger.said.cache_clear()
     mlx_sinks.install(targets=["index_share"])
     small_models.make("glm_moe_dsa")
     assert capsys.readouterr().err == ""

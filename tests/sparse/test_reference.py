@@ -131,7 +131,6 @@ def test_decoding_from_a_cache_computes_it_too(kind):
     assert distance(np.concatenate(rows), expected) < TOLERANCE
 
 
-@pytest.mark.filterwarnings("ignore:recency=64")
 @pytest.mark.parametrize("sinks, recency", [(4, 0), (0, 5), (3, 4), (6, 64)])
 @EACH_KIND
 def test_the_guarantee_computes_the_references_forced_columns(kind, sinks, recency):

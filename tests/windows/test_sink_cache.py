@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import warnings
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +25,7 @@ import small_models
 import window_oracle
 from batch_histories import hold
 from batches import alone_tokens, batch_tokens, batched_turns
+from lines import heard
 from mlx_sinks import BatchSinkCache, SinkCache, make_sink_cache
 from mlx_sinks.windows import positions
 from window_streams import (
@@ -640,26 +640,23 @@ def test_only_plain_layers_are_replaced(mode):
     model = make_model(
         layer_types=["full_attention", "sliding_attention"], sliding_window=8
     )
-    with pytest.warns(UserWarning):
+    with heard() as lines:
         cache = make_sink_cache(model, 16, position_mode=mode)
+    assert "the window reaches 1 of 2 layers" in lines[0]
     assert [type(layer) for layer in cache] == [SinkCache, RotatingKVCache]
     assert np.isfinite(logits(model, tokens(0, 50), [20, 1, 29], cache)).all()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_plain_models_give_no_warning(mode):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with heard() as lines:
         make_sink_cache(make_model(), 16, position_mode=mode)
+    assert lines == []
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_models_with_nothing_to_replace_are_refused(mode):
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(ValueError, match=r"\w+ \w+ \w+"),
-    ):
-        warnings.simplefilter("ignore")
+    with pytest.raises(ValueError, match=r"\w+ \w+ \w+"):
         make_sink_cache(small_models.make("deepseek_v32"), 16, position_mode=mode)
 
 
