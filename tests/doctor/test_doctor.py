@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from mlx_sinks import cli
 from mlx_sinks.doctor import checkpoint_files, places
 from mlx_sinks.patches.registry import patch_of
 from mlx_sinks.policy import Settings
-from mlx_sinks.targets import TARGETS
+from mlx_sinks.targets import TARGETS, Target
 from processes import command, run
 
 INDEX_TOPK = small_models.INDEX_TOPK
@@ -315,7 +314,8 @@ def test_an_upstream_without_the_fault_is_not_affected(monkeypatch):
 
 
 def test_a_checkpoint_is_examined_without_another_package(monkeypatch, doctor, folders):
-    other = replace(TARGETS["dsa"], name="elsewhere", package="mlx-other")
+    facts = {**vars(TARGETS["dsa"]), "name": "elsewhere", "package": "mlx-other"}
+    other = Target(**facts)
     monkeypatch.setitem(TARGETS, "elsewhere", other)
     for name, variable in (("glm", ON), ("llama", ON), ("llama", None)):
         assert doctor("--model", folders[name], variable=variable)[0] == 0
