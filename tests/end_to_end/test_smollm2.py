@@ -79,8 +79,8 @@ def test_a_trained_indexer_needs_no_help_and_takes_no_harm(figures):
 def test_recency_rescues_an_indexer_of_the_wrong_rope_convention(figures):
     (stock,) = rows(figures, "RoPE flipped", "stock")
     (sinks,) = rows(figures, "RoPE flipped", "sinks")
-    assert stock["times_dense"] > 1.5
-    assert sinks["times_dense"] < 1.15
+    assert stock["times_dense"] > 1.15
+    assert sinks["times_dense"] - 1 < (stock["times_dense"] - 1) / 4
 
 
 @pytest.mark.newest
