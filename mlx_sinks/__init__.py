@@ -5,17 +5,20 @@ start-up hook costs no import of MLX.
 """
 
 
-def _from_stub():
-    # Not at the top: every Python process imports this file while MLX_SINKS is set.
-    import lazy_loader
-
-    return lazy_loader.attach_stub(__name__, __file__)
-
-
 def __getattr__(name):
-    load, _, names = _from_stub()
-    return names if name == "__all__" else load(name)
+    _attach()
+    return __all__ if name == "__all__" else __getattr__(name)
 
 
 def __dir__():
-    return _from_stub()[1]()
+    _attach()
+    return __dir__()
+
+
+def _attach():
+    """Read the names, once; lazy_loader's functions take the place of those above."""
+    global __getattr__, __dir__, __all__
+    # Not at the top: every Python process imports this file while MLX_SINKS is set.
+    import lazy_loader
+
+    __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

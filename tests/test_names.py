@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mlx_sinks
-from processes import run
+from processes import python, run
 
 ROOT = Path(__file__).parents[1]
 PROSE = "\n".join(
@@ -104,3 +104,20 @@ def test_a_users_script_passes_type_checking_and_an_unknown_name_fails(tmp_path)
     (error, summary) = checked.stdout.splitlines()
     assert 'wrong.py:2: error: Module has no attribute "nothing"' in error
     assert summary.startswith("Found 1 error in 1 file")
+
+
+def test_the_names_are_read_once():
+    """And are the same, whichever way a program asks first."""
+    code = """
+import lazy_loader
+read, calls = lazy_loader.attach_stub, []
+lazy_loader.attach_stub = lambda *where: calls.append(where) or read(*where)
+import mlx_sinks
+first = {first}
+assert mlx_sinks.SinkPolicy is mlx_sinks.SinkPolicy
+assert set(mlx_sinks.__all__) <= set(dir(mlx_sinks))
+assert len(calls) == 1, calls
+"""
+    for first in ("mlx_sinks.SinkPolicy", "dir(mlx_sinks)", "mlx_sinks.__all__"):
+        outcome = python(code.format(first=first))
+        assert (outcome.status, outcome.stderr) == (0, ""), first
