@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from .targets import TARGETS
+from .targets import OTHER_RUNTIMES, TARGETS
 from .variable import OFF, VARIABLE
 
 
@@ -21,7 +21,7 @@ def start() -> None:
     # A virtual environment may process its .pth files twice.
     if any(isinstance(finder, UpstreamFinder) for finder in sys.meta_path):
         return
-    roots = {target.root for target in TARGETS.values()}
+    roots = {*OTHER_RUNTIMES, *(target.root for target in TARGETS.values())}
     for root in roots & sys.modules.keys():
         _on_package(root)
     sys.meta_path.insert(0, UpstreamFinder(roots - sys.modules.keys()))
@@ -38,7 +38,8 @@ class UpstreamFinder:
         self._roots = roots
 
     def find_spec(self, name, path=None, target=None):
-        if name not in self._roots:
+        # Programs that carry a copy of mlx-lm have it in a package of their own.
+        if name not in self._roots and not name.endswith(".mlx_lm"):
             return None
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(name, path, target)):

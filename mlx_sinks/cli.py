@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shutil
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from ._version import __version__
+from .logger import warn
 from .policy import (
     ACCEPTED,
     PARSERS,
@@ -25,6 +27,7 @@ from .policy import (
     parse_count,
 )
 from .probing.reading import Reading
+from .targets import backend_missing
 
 MODEL = "folder or hub id, as for mlx_lm.generate"
 DEFAULT = "(default: %(default)s)"
@@ -80,6 +83,12 @@ def _add_run(commands: Any) -> None:
         # This environment has the start-up hook: its commands come first.
         own_commands = str(Path(sys.executable).parent)
         path = os.pathsep.join([own_commands, os.environ.get("PATH", "")])
+        interpreter = _other_interpreter(shutil.which(argv[0], path=path))
+        if interpreter:
+            warn(
+                f"{argv[0]} runs in another Python environment ({interpreter}): it is "
+                "reached only if mlx-sinks is installed there"
+            )
         try:
             os.execvpe(argv[0], argv, {**environment, "PATH": path})
         except OSError as error:
@@ -245,8 +254,25 @@ def _start(room: str, failed: int, *arguments: Any, **named: Any) -> int:
         return command.run(*arguments, **named)
     except (OSError, ValueError, RuntimeError) as error:
         return _fail(str(error), failed)
+    except ImportError as error:
+        if sentence := backend_missing(error):
+            return _fail(sentence, failed)
+        raise
     except KeyboardInterrupt:
         return 130
+
+
+def _other_interpreter(script: str | None) -> str | None:
+    """The Python that a script names, where it isn't of this environment."""
+    try:
+        with open(script or os.devnull, "rb") as file:
+            words = file.readline(500).decode().removeprefix("#!").split()
+    except (OSError, UnicodeDecodeError):  # a program that is no script
+        return None
+    named = words[0] if words else ""
+    is_python = os.path.basename(named).startswith("python")
+    ours = os.path.dirname(named) == os.path.dirname(sys.executable)
+    return named if is_python and not ours else None
 
 
 def _fail(sentence: str, status: int = 2) -> int:

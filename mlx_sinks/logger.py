@@ -27,6 +27,11 @@ def warn(sentence: str) -> None:
     said(logging.WARNING, sentence)
 
 
+def layers(count: int, of: str = "") -> str:
+    """A number of layers, in words."""
+    return f"{count} {of}layer" + "s" * (count != 1)
+
+
 @functools.lru_cache(maxsize=1024)
 def said(level: int, sentence: str) -> None:
     """Say it, once: a loop should not fill the terminal."""

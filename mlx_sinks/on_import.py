@@ -14,19 +14,29 @@ from collections.abc import Callable
 
 import wrapt
 
-from .policy import PolicyError, Settings, SinkPolicy
+from .logger import warn
+from .policy import PolicyError, Settings, SinkPolicy, command_with
 from .sparse.schedule import CheckpointError
-from .targets import TARGETS
+from .targets import TARGETS, backend_missing
 from .variable import VARIABLE
 
 
 def prepare(root: str) -> None:
-    """Have a package's targets patched when their modules are imported."""
+    """Have a package's targets patched when their modules are imported.
+
+    A package that runs models by code which no target reaches is only named.
+    """
     _say_ours_in_a_sentence()
     settings = Settings.from_env()
+    if settings.policy is None:  # the program has set the variable to off
+        return
+    if root not in {target.root for target in TARGETS.values()}:
+        return _say_out_of_reach(root)
     # One hook for each module: where one patch is refused, none is installed.
     targets = collections.defaultdict(list)
-    for name in settings.targets:  # none if the program has set the variable to off
+    if root == "mlx_lm":  # what loads models and generates says a line for each
+        targets |= {"mlx_lm.utils": [], "mlx_lm.generate": []}
+    for name in settings.targets:
         if TARGETS[name].root == root:
             targets[TARGETS[name].module].append(name)
     for module, names in targets.items():
@@ -34,9 +44,27 @@ def prepare(root: str) -> None:
 
 
 def _install(policy: SinkPolicy, names: list[str]) -> None:
-    from .patches.registry import install_from_environment  # imports MLX
+    from .patches.patch import PatchError  # imports MLX
+    from .patches.registry import install_from_environment
 
-    install_from_environment(policy, names)
+    try:
+        install_from_environment(policy, names)
+    except (PatchError, PolicyError):
+        raise
+    except Exception as error:  # an upstream that nobody here has seen
+        raise PatchError(
+            f"can't patch this upstream ({type(error).__name__}: {error}); go on "
+            f"without mlx-sinks: {command_with('0')}"
+        ) from error
+
+
+def _say_out_of_reach(name: str) -> None:
+    owner = name.partition(".")[0]
+    code = "code of its own" if name == owner else f"its own copy of mlx-lm, {name}"
+    warn(
+        f"{owner} runs models by {code}: it isn't reached, and no sinks are kept there "
+        "(mlx_lm.generate runs mlx-lm's own code, which is reached)"
+    )
 
 
 @functools.cache
@@ -63,24 +91,27 @@ def _when_imported(name: str, act: Callable[[], object]) -> None:
     wrapt.register_post_import_hook(hook, name)
 
 
-def _is_about_the_environment(error: BaseException | None) -> bool:
-    """Whether an error is ours and its message names the variable to change."""
-    from .patches.patch import PatchError  # imports MLX
-
-    ours = (CheckpointError, PatchError, PolicyError)
-    return isinstance(error, ours) and VARIABLE in str(error)
+def _sentence_of(error: BaseException | None) -> str | None:
+    """An error's message, if it is ours and names the variable to change."""
+    if sentence := backend_missing(error):
+        return sentence
+    ours: tuple[type, ...] = (CheckpointError, PolicyError)
+    if patch := sys.modules.get("mlx_sinks.patches.patch"):
+        ours += (patch.PatchError,)
+    return str(error) if isinstance(error, ours) and VARIABLE in str(error) else None
 
 
 def _say_ours(otherwise, kind, error, traceback) -> None:
-    if _is_about_the_environment(error):
-        print(f"mlx-sinks: {error}", file=sys.stderr)
+    if sentence := _sentence_of(error):
+        print(f"mlx-sinks: {sentence}", file=sys.stderr)
     else:
         otherwise(kind, error, traceback)
 
 
 def _say_ours_of_thread(otherwise, args) -> None:
-    if not _is_about_the_environment(args.exc_value):
+    sentence = _sentence_of(args.exc_value)
+    if not sentence:
         return otherwise(args)
-    print(f"mlx-sinks: {args.exc_value}", file=sys.stderr, flush=True)
+    print(f"mlx-sinks: {sentence}", file=sys.stderr, flush=True)
     # mlx-lm 0.31.3's server would wait for ever for the thread that has just died.
     os._exit(1)

@@ -10,7 +10,9 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -173,6 +175,12 @@ class Settings:
         off = tuple(name for name in self.off if name != target)
         return Settings(self.policy or SinkPolicy(), off)
 
+    def without(self, targets: Iterable[str]) -> Settings:
+        """These settings with more targets off; from no policy, the default one."""
+        off = {*self.off, *targets}
+        policy = self.policy or SinkPolicy()
+        return Settings(policy, tuple(name for name in TARGETS if name in off))
+
     def value(self) -> str:
         """The variable's value that means these settings."""
         if self.policy is None:
@@ -187,6 +195,32 @@ class Settings:
             != getattr(default, field.name)
         ]
         return ",".join([*given, *(f"{name}=0" for name in self.off)])
+
+
+def command_with(value: str, argv: list[str] | None = None) -> str:
+    """A command with another value of the variable, for a shell.
+
+    Parameters
+    ----------
+    value : str
+        The variable's value.
+    argv : list of str, optional
+        The command; by default this process's own. Long arguments are cut.
+    """
+    if argv is None:
+        interpreter, *argv = sys.orig_argv or ["python"]
+        script = os.path.basename(argv[0]) if argv else ""
+        is_given = script == os.path.basename(sys.argv[0])
+        if is_given and not script.startswith("-") and not script.endswith(".py"):
+            argv[0] = script  # a console script: the shell finds it
+        else:
+            argv = [os.path.basename(interpreter), *argv]
+    return f"{VARIABLE}={shlex.quote(value)} {shlex.join(map(_cut, argv))}"
+
+
+def _cut(word: str) -> str:
+    first, *more = word.splitlines() or [""]
+    return word if len(first) <= 60 and not more else f"{first[:40]}…"
 
 
 @functools.lru_cache(maxsize=256)

@@ -22,6 +22,7 @@ class Target:
         Upstream's module. The patch is installed once the module is imported.
     tested : str
         Releases of the package that the patch was tested with, as pip writes a range.
+        Any other is tried by the patch's self-check.
     patch : str
         ``"file:Class"`` in ``patches/``.
     """
@@ -52,10 +53,33 @@ class Target:
         except metadata.PackageNotFoundError:
             return None
 
+    def release(self) -> str:
+        """The package and its release in words, with what we don't know of it."""
+        from packaging.specifiers import SpecifierSet
+
+        version = self.version()
+        if version is None:
+            return f"{self.package} of an unknown release"
+        tested = SpecifierSet(self.tested).contains(version, prereleases=True)
+        return f"{self.package} {version}" + " (untested)" * (not tested)
+
+
+def backend_missing(error: BaseException | None) -> str | None:
+    """A sentence where an error says that MLX has nothing to run on."""
+    if not isinstance(error, ImportError) or "libmlx" not in str(error):
+        return None
+    return (
+        f"MLX has no backend here ({error}); on Linux that is an extra: "
+        "pip install 'mlx[cpu]' (or 'mlx[cuda13]')"
+    )
+
 
 def _mlx_lm(name: str, module: str, patch: str) -> Target:
     return Target(name, "mlx-lm", module, ">=0.31.3,<0.33", patch)
 
+
+# Packages that run models by code of their own, where no target reaches them.
+OTHER_RUNTIMES = frozenset({"mlx_vlm"})
 
 TARGETS = {
     target.name: target

@@ -22,9 +22,11 @@ class Ear(logging.Handler):
 def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
     """The lines of a ``with`` block, also those that were said before it."""
     logger.said.cache_clear()
-    ear = Ear(level)
+    ear, before = Ear(level), logger.logger.level
     logger.logger.addHandler(ear)
+    logger.logger.setLevel(level)
     try:
         yield ear.lines
     finally:
         logger.logger.removeHandler(ear)
+        logger.logger.setLevel(before)

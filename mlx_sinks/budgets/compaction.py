@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as upstream
 
-from ..logger import warn
+from ..logger import layers, warn
 from ..policy import whole_number
-from ..upstream.caches import plain_layers
+from ..upstream.caches import fresh_caches, plain_layers
 from ..upstream.hooks import copied_as, subclass
 from .compact_cache import BatchCompactCache, CompactCache
 from .observation import observed
@@ -99,7 +99,7 @@ def compact_prompt_cache(
         raise ValueError(f"prompt must be whole numbers, not {tokens.dtype}")
     prefill_step_size = whole_number("prefill_step_size", prefill_step_size, 1)
     progress = prompt_progress_callback or (lambda *_: None)
-    caches = upstream.make_prompt_cache(model) if prompt_cache is None else prompt_cache
+    caches = fresh_caches(model) if prompt_cache is None else prompt_cache
     make_compactable(model, caches)
     read = compacting(model, method, tokens.size)
     progress(0, tokens.size)
@@ -203,19 +203,40 @@ def skipped_layers(caches: list[Any], method: SnapKV) -> dict[int, str]:
 
 
 def _why_skipped(cache: Any, method: SnapKV) -> str | None:
+    unfit = _why_unfit(cache)
+    return unfit or cache.why_skipped(method)
+
+
+def _why_unfit(cache: Any) -> str | None:
     if isinstance(cache, _KINDS):
-        return cache.why_skipped(method)
+        return None
     if type(cache) in (upstream.KVCache, upstream.BatchKVCache):
         return "other layers read its cache"
     return f"its cache is a {type(cache).__name__}"
 
 
+def out_of_budget(caches: list[Any]) -> dict[int, str]:
+    """Layers that no budget can reach, by the kind of their cache, and why."""
+    return {
+        layer: reason
+        for layer, cache in enumerate(caches)
+        if (reason := _why_unfit(cache))
+    }
+
+
 def warn_of_skipped(caches: list[Any], method: SnapKV) -> None:
-    """Warn of layers that a budget doesn't reach."""
-    if whole := skipped_layers(caches, method):
-        reasons = Counter(whole.values())
-        kinds = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
+    """Warn of layers that a budget should have reached, by what their cache held."""
+    whole = skipped_layers(caches, method)
+    for layer in out_of_budget(caches):
+        del whole[layer]
+    if whole:
         warn(
-            f"the key-value budget reaches {len(caches) - len(whole)} of "
-            f"{len(caches)} layers; the others are left whole ({kinds})",
+            f"{len(whole)} of {len(caches)} layers are left whole in spite of the "
+            f"budget ({counted(whole)})"
         )
+
+
+def counted(reasons: dict[int, str]) -> str:
+    """Reasons by layer, in words: each with the number of its layers."""
+    counts = Counter(reasons.values())
+    return "; ".join(f"{why}, in {layers(n)}" for why, n in counts.items())

@@ -7,18 +7,20 @@ Upstream file: ``mlx_lm/models/deepseek_v32.py``. ``glm_moe_dsa`` builds on the 
 from __future__ import annotations
 
 import functools
+import sys
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from packaging.version import Version
 
-from ..policy import SinkPolicy
+from ..logger import layers
+from ..policy import PolicyError, SinkPolicy
 from ..sparse.columns import forced_columns
 from ..sparse.indexer import Dialect, indexer_forward
 from ..sparse.selection import is_watched
-from .patch import Patch, Site, random_state_kept
+from .patch import Patch, Reach, Site, Use, present, random_state_kept
 
 # Upstream's own selection: nothing is forced, and scores are computed as upstream does.
 UPSTREAM = SinkPolicy(0, 0, scoring="upstream")
@@ -27,16 +29,23 @@ UPSTREAM = SinkPolicy(0, 0, scoring="upstream")
 class DSAPatch(Patch):
     """Replaces ``Indexer.__call__`` by the forward that keeps sinks and recency."""
 
-    says_at_once = True
+    # Set by the self-check.
+    dialect: Dialect
 
     def sites(self, module: ModuleType) -> list[Site]:
         return [Site(module.Indexer, "__call__", self._forward)]
 
     def _forward(self, policy, upstream, indexer, x, qr, mask, cache=None):
-        dialect = _dialect(self.version)
+        if policy is self._policy:  # not a model's own
+            self.say()
         return indexer_forward(
-            indexer, x, qr, mask, cache, policy=policy, dialect=dialect
+            indexer, x, qr, mask, cache, policy=policy, dialect=self.dialect
         )
+
+    def guards(self, module: ModuleType, refuse) -> list[Site]:
+        """A model is refused before its weights are read, one that is there later."""
+        names = ("Model.__init__", "Indexer.__call__")
+        return present(module, names, lambda *_, **__: refuse())
 
     def policy_for(self, indexer: nn.Module, *_: Any) -> SinkPolicy | None:
         policy = getattr(indexer, "sink_policy", None) or self._policy
@@ -50,25 +59,40 @@ class DSAPatch(Patch):
     def mends(self, policy: SinkPolicy) -> bool:
         return policy.sinks > 0
 
+    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+        kept, missed = Counter(), ""
+        for indexer in self.find(use.model, sys.modules[self.target.module]):
+            try:
+                fit = self.policy_for(indexer).fit(indexer.index_topk)
+                kept[f"{fit} among the {indexer.index_topk:,} keys selected"] += 1
+            except PolicyError as error:
+                missed = str(error)
+        words = (f"{each} in {layers(count)}" for each, count in kept.items())
+        return Reach(", ".join(words), missed) if kept or missed else None
+
     def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:
         return [part for part in model.modules() if _calls_upstream(part, module)]
 
     def self_check(self, module: ModuleType) -> str | None:
         with random_state_kept():
             indexer = _small_indexer(module)
-        upstream = self.sites(module)[0].upstream
-        ours = functools.partial(
-            indexer_forward,
-            indexer,
-            policy=UPSTREAM,
-            dialect=_dialect(self.version),
-        )
-        for case, (left_padding, steps) in _CASES.items():
-            theirs = functools.partial(upstream, indexer)
-            expected = _selections(module, theirs, left_padding, steps)
-            if not _same(_selections(module, ours, left_padding, steps), expected):
-                return f"the patched Indexer differs from upstream's {case}"
-        return None
+        theirs = functools.partial(self.sites(module)[0].upstream, indexer)
+        expected = {
+            case: _selections(module, theirs, *calls) for case, calls in _CASES.items()
+        }
+        differing = []
+        for dialect in _DIALECTS:
+            ours = functools.partial(
+                indexer_forward, indexer, policy=UPSTREAM, dialect=dialect
+            )
+            for case, calls in _CASES.items():
+                if not _same(_selections(module, ours, *calls), expected[case]):
+                    differing.append(case)
+                    break
+            else:
+                self.dialect = dialect
+                return None
+        return f"the patched Indexer differs from upstream's {differing[0]}"
 
     def faults(self, module: ModuleType) -> list[str]:
         policy, lost, made = SinkPolicy(2, 2), 0, 0
@@ -95,13 +119,6 @@ def _calls_upstream(part: nn.Module, module: ModuleType) -> bool:
     return extends or type(part).__call__ is module.Indexer.__call__
 
 
-@functools.cache
-def _dialect(version: str) -> Dialect:
-    if Version(version) < Version("0.32.0"):
-        return Dialect(_append_keys_031, _sum_heads_at_once)
-    return Dialect(_append_keys_032, _sum_heads_032)
-
-
 def _append_keys_031(cache: Any, keys: mx.array) -> mx.array:
     no_values = mx.zeros((*keys.shape[:-1], 0))
     return cache.update_and_fetch(keys, no_values)[0]
@@ -123,6 +140,12 @@ def _sum_heads_032(scores: mx.array) -> mx.array:
         return _sum_heads_at_once(scores)
     return sum(mx.split(scores, scores.shape[1], axis=1))
 
+
+# Of mlx-lm 0.32 and of 0.31. A fork's is found by trying, whatever it calls itself.
+_DIALECTS = (
+    Dialect(_append_keys_032, _sum_heads_032),
+    Dialect(_append_keys_031, _sum_heads_at_once),
+)
 
 # How the self-check calls the indexer: left padding by sequence, tokens by call.
 _CASES = {

@@ -25,7 +25,7 @@ from ..sparse.schedule import (
     indexer_interleaves,
 )
 from ..variable import VARIABLE
-from .patch import Patch, Site, random_state_kept
+from .patch import Patch, Reach, Site, Use, present, random_state_kept
 
 
 class FidelityPatch(Patch):
@@ -48,7 +48,7 @@ class FidelityPatch(Patch):
             return
         if hasattr(indexer.rope, "traditional"):
             indexer.rope.traditional = interleaves
-            self.say()
+            indexer.sinks_rotation_mended = True
             return
         warn(
             f"{ROPE_KEY} is {str(interleaves).lower()} in this checkpoint, and the "
@@ -62,6 +62,16 @@ class FidelityPatch(Patch):
         if interleaves is not None and not hasattr(args, ROPE_KEY):
             setattr(args, ROPE_KEY, interleaves)
         return args
+
+    def guards(self, module: ModuleType, refuse) -> list[Site]:
+        """Upstream's ``from_dict`` serves all models: it is left alone."""
+        names = ("Model.__init__", "Indexer.__init__")
+        return present(module, names, lambda *_, **__: refuse())
+
+    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+        parts = use.model.modules()
+        mended = any(getattr(part, "sinks_rotation_mended", False) for part in parts)
+        return Reach(self.keeps(policy)) if mended else None
 
     def keeps(self, policy: SinkPolicy) -> str:
         return "the checkpoint's rotary embedding of indexers"

@@ -15,9 +15,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..logger import layers
 from ..policy import SinkPolicy
-from ..sparse.schedule import FULL, SHARED
-from .patch import Patch, Site, random_state_kept
+from ..sparse.schedule import FULL, SHARED, indexer_schedule
+from .patch import Patch, Reach, Site, Use, random_state_kept
 
 
 class IndexSharePatch(Patch):
@@ -30,11 +31,29 @@ class IndexSharePatch(Patch):
         # It imports upstream's module, which may be half imported at an earlier time.
         from ..sparse.index_share import SharingArgs, SharingGLM
 
-        SharingGLM.say = staticmethod(self.say)  # few models share anything
         return [
             Site(module, "ModelArgs", SharingArgs),
             Site(module, "Model", SharingGLM),
         ]
+
+    def guards(self, module: ModuleType, refuse: Callable[[], None]) -> list[Site]:
+        """A checkpoint is refused where its configuration shares anything."""
+
+        class Guarded(module.ModelArgs):
+            @classmethod
+            def from_dict(cls, config):
+                if indexer_schedule(config) is not None:
+                    refuse()
+                return super().from_dict(config)
+
+        return [Site(module, "ModelArgs", Guarded)]
+
+    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+        from ..sparse.index_share import SharedLayer
+
+        shared = sum(isinstance(part, SharedLayer) for part in use.model.modules())
+        kept = f"the same in {layers(shared)} with a shared selection"
+        return Reach(kept) if shared else None
 
     def keeps(self, policy: SinkPolicy) -> str:
         return "full layers' selections for shared ones"

@@ -18,12 +18,12 @@ import mlx.core as mx
 import numpy as np
 
 from ..policy import PolicyError, SinkPolicy
-from ..upstream.caches import plain_layers
+from ..upstream.caches import kinds, plain_layers
 from ..variable import VARIABLE
-from ..windows.prompt_cache import warn_of_others
 from ..windows.rotating import RotatingSinkBatch, rotating_mask
+from ..windows.sink_cache import SinkCache
 from ..windows.window import Window
-from .patch import Patch, Site, everywhere
+from .patch import Patch, Reach, Site, Use, everywhere, present
 
 WITHOUT = f'{VARIABLE}="rotating=0" goes back to upstream\'s windows'
 
@@ -43,6 +43,50 @@ class RotatingPatch(Patch):
         generator = getattr(generate, "BatchGenerator", None)
         if hasattr(generator, "_make_new_cache"):
             yield Site(generator, "_make_new_cache", self._make_new_cache)
+
+    def guards(self, module: ModuleType, refuse) -> list[Site]:
+        """Windows without kept tokens, as of a model's own sliding layers, pass."""
+
+        def keeping(cache, *_, **__):
+            if cache.keep:
+                refuse()
+
+        def merged(_, caches):
+            if any(cache.keep for cache in caches):
+                refuse()
+
+        def made(model, max_kv_size=None):
+            if max_kv_size is not None:
+                refuse()
+
+        return [
+            *everywhere(module, "make_prompt_cache", made),
+            *present(module, ["RotatingKVCache.make_mask"], keeping),
+            *present(module, ["RotatingKVCache.merge"], merged),
+        ]
+
+    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+        size, layers = use.max_kv_size, len(use.caches)
+        windows = [cache for cache in use.caches if self._window(cache, size)]
+        kept = "".join(
+            f"{window.sinks} sinks in a window of {window.size:,} tokens, in "
+            f"{len(windows)} of {layers} layers"
+            for window in [self._window(cache, size) for cache in windows[:1]]
+        )
+        if size is None or len(windows) == layers:
+            return Reach(kept) if kept else None
+        others = kinds(cache for cache in use.caches if cache not in windows)
+        reached = f"{len(windows)} of its {layers} layers" if windows else "no layer"
+        return Reach(kept, f"a window of {size:,} tokens reaches {reached} ({others})")
+
+    def _window(self, cache: Any, size: int | None) -> Window | None:
+        """The window of a cache that keeps first tokens, or has a size asked for."""
+        if isinstance(cache, SinkCache):
+            return cache.window
+        rotating = sys.modules[self.target.module].RotatingKVCache
+        if isinstance(cache, rotating) and (cache.keep or cache.max_size == size):
+            return Window(cache.max_size, cache.keep)
+        return None
 
     def keeps(self, policy: SinkPolicy) -> str:
         return f"{policy.sinks} sinks of rotating windows"
@@ -115,7 +159,9 @@ class RotatingPatch(Patch):
 
     def _make_prompt_cache(self, policy, upstream, model, max_kv_size=None):
         if max_kv_size is None:
-            return upstream(model)
+            caches = upstream(model)
+            self.tell(model, caches)
+            return caches
         try:
             window = Window(max_kv_size, policy.sinks)
         except ValueError as error:
@@ -124,14 +170,11 @@ class RotatingPatch(Patch):
                 f'{reason} (sinks: {VARIABLE}="sinks=N"; {WITHOUT})'
             ) from None
         caches = upstream(model)
-        plain = plain_layers(model, caches)
-        if plain:
-            self.say()
-        for layer in plain:
+        for layer in plain_layers(model, caches):
             caches[layer] = sys.modules[self.target.module].RotatingKVCache(
                 max_size=window.size, keep=window.sinks
             )
-        warn_of_others(model, caches, plain)
+        self.tell(model, caches, max_kv_size)
         return caches
 
     def _make_new_cache(self, policy, upstream, generator):

@@ -19,15 +19,17 @@ from ..budgets.compact_cache import BatchCompactCache, CompactCache
 from ..budgets.compaction import (
     compact,
     compacting,
+    counted,
     make_compactable,
     observing,
+    out_of_budget,
     warn_of_skipped,
 )
 from ..budgets.observation import observed
 from ..budgets.snapkv import SnapKV
-from ..policy import PolicyError, SinkPolicy
+from ..policy import PolicyError, Settings, SinkPolicy, command_with
 from ..variable import VARIABLE
-from .patch import Patch, Site, everywhere
+from .patch import Patch, Reach, Site, Use, everywhere
 
 
 class SnapKVPatch(Patch):
@@ -56,14 +58,36 @@ class SnapKVPatch(Patch):
             return "prompts whole, without a kv_budget,"
         return f"{policy.sinks} sinks of prompts compacted to {policy.kv_budget} rows"
 
-    def self_check(self, module: ModuleType) -> str | None:
+    def out_of_reach(self, module: ModuleType) -> str | None:
         # Python has set sys.argv to ["-m"] while it looks for the module to run.
-        name = module.__name__
-        if sys.argv[:1] == ["-m"] and {name, f"-m{name}"} & {*sys.orig_argv}:
-            return (
-                f"python -m {name} runs a copy of it that nothing reaches: use "
-                "the command mlx_lm.generate"
-            )
+        name, words = module.__name__, sys.orig_argv
+        found = [n for n, word in enumerate(words) if word in (name, f"-m{name}")]
+        if sys.argv[:1] != ["-m"] or not found:
+            return None
+        command = [name, *words[found[0] + 1 :]]
+        return (
+            f"python -m {name} runs a copy of it that a budget doesn't reach: use "
+            f"{command_with(Settings.from_env().value(), command)}"
+        )
+
+    def runs_wrongly(self, module: ModuleType) -> bool:
+        """Always: no upstream has a budget of its own."""
+        return True
+
+    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+        caches, layers = [*use.caches], len(use.caches)
+        make_compactable(use.model, caches)
+        whole = out_of_budget(caches)
+        reached = layers - len(whole)
+        kept = f"{self.keeps(policy)}, in {reached} of {layers} layers"
+        missed = (
+            f"the budget of {policy.kv_budget:,} rows reaches "
+            f"{f'{reached} of its {layers} layers' if reached else 'no layer'} "
+            f"({counted(whole)})"
+        )
+        return Reach(kept * bool(reached), missed * bool(whole))
+
+    def self_check(self, module: ModuleType) -> str | None:
         for function, names in _ARGUMENTS.items():
             holder, _, name = function.rpartition(".")
             holder = getattr(module, holder) if holder else module

@@ -6,16 +6,19 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from packaging.specifiers import SpecifierSet
 
 from ..policy import SinkPolicy
 from ..targets import Target
+
+# Whether upstream is being tried: then nothing is refused, whatever it calls.
+trying: ContextVar[bool] = ContextVar("trying", default=False)
 
 
 class PatchError(RuntimeError):
@@ -83,13 +86,48 @@ class Site:
         )
 
 
+@dataclass(frozen=True)
+class Use:
+    """A model, as a program is about to use it.
+
+    Parameters
+    ----------
+    model : mlx.nn.Module
+        A model of any kind.
+    caches : list
+        The caches that it will be called with.
+    max_kv_size : int, optional
+        The window that was asked for.
+    """
+
+    model: nn.Module
+    caches: list[Any]
+    max_kv_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a patch does for one model, in words: "4 sinks in …", "a budget …".
+
+    Parameters
+    ----------
+    kept : str
+        What it keeps, as a sentence goes on after "keeping".
+    missed : str
+        What was asked for and isn't done, as a sentence.
+    """
+
+    kept: str = ""
+    missed: str = ""
+
+
 class Patch:
     """What mends one upstream place that loses sinks.
 
     A subclass says what it replaces (``sites``), what a correct upstream does
     (``self_check``), what goes wrong (``faults``) and what it keeps, in words
-    (``keeps``). All the rest is here. While no policy is in force, our functions that
-    are still there call upstream's.
+    (``keeps``, and ``reach`` for one model). All the rest is here. While no policy is
+    in force, our functions that are still there call upstream's.
 
     Parameters
     ----------
@@ -97,15 +135,31 @@ class Patch:
         The entry of ``targets.TARGETS`` that names this class.
     """
 
-    # True: say what is kept at installation. False: when it first matters.
-    says_at_once = False
-
     def __init__(self, target: Target):
         self.target = target
-        # The release of the package, once ``refusal`` has looked it up.
-        self.version: str | None = None
+        # Why the patch isn't installed though it was asked for.
+        self.refused: str | None = None
+        self._guarded: list[Site] = []
         self._policy: SinkPolicy | None = None
-        self._say: Callable[[], None] = lambda: None
+        # The policy of which users have been told.
+        self._told: SinkPolicy | None = None
+        self._mute()
+
+    @property
+    def policy(self) -> SinkPolicy | None:
+        """What is asked for, for all models."""
+        return self._policy
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the patch has a policy, and upstream's calls reach it."""
+        module = sys.modules.get(self.target.module)
+        return None not in (self._policy, module) and self.is_on(module)
+
+    def parts(self, model: nn.Module) -> list[nn.Module]:
+        """What ``find`` finds, also where nothing is installed."""
+        module = sys.modules.get(self.target.module)
+        return [] if module is None else self.find(model, module)
 
     def sites(self, module: ModuleType) -> Iterable[Site]:
         """What is replaced, where, and by what."""
@@ -135,48 +189,78 @@ class Patch:
         """The parts of a model that can have a policy of their own here."""
         return []
 
+    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+        """What a policy does for one model; ``None`` where it has nothing to do."""
+        return None
+
+    def runs_wrongly(self, module: ModuleType) -> bool:
+        """Whether upstream by itself doesn't do what this patch is for."""
+        try:
+            with _trial():
+                return bool(self.faults(module))
+        except Exception:  # code that nobody here has seen
+            return True
+
+    def guards(self, module: ModuleType, refuse: Callable[[], None]) -> list[Site]:
+        """What calls ``refuse`` where the patch can't be installed; by default all.
+
+        It should stand where a model or cache that would run wrongly is built or first
+        called, and let any other pass.
+        """
+        return [
+            Site(site.holder, site.name, lambda *_, **__: refuse())
+            for site in self._known(module)
+            if not isinstance(site.ours, type)
+        ]
+
+    def out_of_reach(self, module: ModuleType) -> str | None:
+        """Why nothing in this process would be reached, with what to do instead."""
+        return None
+
     def policy_for(self, *arguments: Any) -> SinkPolicy | None:
         """The policy for one call; ``None`` where upstream's function is called."""
         return self._policy
 
     def say(self) -> None:
-        """Say what is kept; it is said once."""
-        self._say()
+        """Say what is kept, unless a model's line has said it. It is said once."""
+        if self._told != self._policy:
+            self._told = self._policy
+            self._say()
 
-    def announce(self, say: Callable[[], None]) -> None:
-        """Take the function that tells users what is kept."""
-        self._say = say
-        if self.says_at_once:
-            say()
+    def announce(self, say: Callable[[], None], tell: Callable[..., None]) -> None:
+        """Take the functions that tell users what is kept: anywhere, and in a model."""
+        self._say, self._tell = say, tell
+
+    def tell(
+        self, model: Any, caches: list[Any], max_kv_size: int | None = None
+    ) -> None:
+        """Tell users what applies to a model, which is about to use these caches."""
+        self._tell(model, caches, max_kv_size)
+
+    def was_told(self) -> None:
+        """A model's line has said what is kept."""
+        self._told = self._policy
+
+    def _mute(self) -> None:
+        self.announce(lambda: None, lambda *_: None)
 
     def is_on(self, module: ModuleType) -> bool:
         """Whether upstream's calls reach this patch: a reload may have undone it."""
-        sites = self._known(module)
+        sites = [] if self._guarded else self._known(module)
         return bool(sites) and all(site.leads_to_ours for site in sites)
-
-    def unsupported(self) -> str | None:
-        """Why the installed release's number is unsupported; ``None`` if it isn't."""
-        package, version = self.target.package, self.target.version()
-        if not self.target.installed:
-            return f"{package} isn't installed"
-        if version is None:
-            return f"{package} has no metadata: install it with pip"
-        if not SpecifierSet(self.target.tested).contains(version, prereleases=True):
-            return f"only {package} {self.target.tested} is supported"
-        return None
 
     def refusal(self, module: ModuleType) -> str | None:
         """Why an upstream can't be patched; ``None`` where it can."""
-        if reason := self.unsupported():
-            return reason
-        self.version = self.target.version()
+        if self.stands_guard:
+            return self.refused
         try:
             strange = (
                 site.strange(module.__name__)
                 for site in self.sites(module)
                 if not site.leads_to_ours  # a wrapper around ours that was left
             )
-            return next(filter(None, strange), None) or self.self_check(module)
+            with _trial():
+                return next(filter(None, strange), None) or self.self_check(module)
         except Exception as error:
             return f"its self-check failed with {type(error).__name__}: {error}"
 
@@ -186,16 +270,51 @@ class Patch:
 
     def install(self, module: ModuleType, policy: SinkPolicy | None) -> None:
         """Install the patch; where it is installed already, change its policy."""
+        self._unguard()
         self.follow(policy)
         for site in self.sites(module):
             if not site.leads_to_ours:
                 site.put(self._instead_of(site.found, site.ours))
 
+    def guard(
+        self, module: ModuleType, reason: str, refuse: Callable[[], None]
+    ) -> bool:
+        """Have refused what would run wrongly; return whether that could be done."""
+        if self.stands_guard:
+            return True
+        self._unguard()
+        self.refused = reason
+        if not self.runs_wrongly(module):
+            return True
+        try:
+            guards = self.guards(module, refuse)
+        except (AttributeError, KeyError):  # not even the places are there
+            guards = []
+        for site in guards:
+            if not site.leads_to_ours:  # else another patch stands guard there
+                site.put(_guarding(site.found, site.ours))
+            self._guarded.append(site)
+        return bool(self._guarded)
+
+    @property
+    def stands_guard(self) -> bool:
+        """Whether calls that would run wrongly are refused."""
+        return bool(self._guarded) and all(s.leads_to_ours for s in self._guarded)
+
+    def _unguard(self) -> None:
+        self.refused = None
+        for site in self._guarded:
+            if upstream := site.replaced:
+                site.put(upstream)
+        self._guarded.clear()
+
     def uninstall(self, module: ModuleType) -> None:
         """Put upstream's own code back; nothing to do is not an error."""
+        self._unguard()
         # Somebody may have wrapped ours since. Then it stays, and calls upstream's.
         self.follow(None)
-        self._say = lambda: None
+        self._told = None
+        self._mute()
         for site in self._known(module):
             if upstream := site.replaced:
                 site.put(upstream)
@@ -226,6 +345,31 @@ class Patch:
         return function
 
 
+def _guarding(upstream: Any, refuse: Any) -> Any:
+    """Upstream's function, with a look at the arguments before it."""
+    if isinstance(refuse, type):
+        refuse.sinks_upstream = refuse, upstream
+        return refuse
+
+    @functools.wraps(upstream)
+    def function(*arguments, **named):
+        refuse(*arguments, **named)
+        return upstream(*arguments, **named)
+
+    function.sinks_upstream = function, upstream
+    return function
+
+
+def present(module: ModuleType, names: Iterable[str], ours: Callable) -> list[Site]:
+    """The sites of methods, named as ``Class.method``, that a module has."""
+    found = []
+    for holder, _, name in (each.partition(".") for each in names):
+        kind = getattr(module, holder, None)
+        if name in getattr(kind, "__dict__", {}):
+            found.append(Site(kind, name, ours))
+    return found
+
+
 def everywhere(module: ModuleType, name: str, ours: Callable) -> Iterator[Site]:
     """The sites of a function: its own module, and all that imported it by name."""
     home = Site(module, name, ours)
@@ -237,6 +381,15 @@ def everywhere(module: ModuleType, name: str, ours: Callable) -> Iterator[Site]:
             site = Site(holder, name, ours)
             if site.upstream is upstream:
                 yield site
+
+
+@contextmanager
+def _trial() -> Iterator[None]:
+    token = trying.set(True)
+    try:
+        yield
+    finally:
+        trying.reset(token)
 
 
 @contextmanager

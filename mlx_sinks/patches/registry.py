@@ -16,10 +16,11 @@ import mlx.nn as nn
 
 from .._version import __version__
 from ..logger import inform
-from ..policy import SinkPolicy
+from ..policy import Settings, SinkPolicy, command_with
 from ..targets import TARGETS
 from ..variable import VARIABLE
-from .patch import Patch, PatchError
+from .model_line import ModelLine
+from .patch import Patch, PatchError, trying
 
 _patches: dict[str, Patch] = {}
 
@@ -37,6 +38,12 @@ def patch_of(name: str) -> Patch:
 def installed_targets() -> list[str]:
     """Names of the targets whose package is installed."""
     return [name for name, target in TARGETS.items() if target.installed]
+
+
+def _patches_of_imported() -> list[Patch]:
+    """The patches of all modules that the program has imported, also those off."""
+    targets = TARGETS.values()
+    return [patch_of(t.name) for t in targets if t.module in sys.modules]
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ class _Request:
     targets: frozenset[str]
 
 
+_ENVIRONMENT = "environment"
+_line = ModelLine(lambda: _patches_of_imported(), lambda: versions("mlx-lm"))
 _lock = threading.RLock()
 _requests: tuple[_Request, ...] = ()
 
@@ -120,9 +129,13 @@ def install(
 def install_from_environment(
     policy: SinkPolicy, targets: Iterable[str]
 ) -> list[PatchReport]:
-    """``install`` that gives way to whatever the program itself asks for."""
+    """``install`` that gives way to whatever the program itself asks for.
+
+    What can't be patched is refused where a model or cache would run wrongly, not here:
+    the program may want another model.
+    """
     wanted = [name for name in targets if patch_of(name).wanted(policy)]
-    return _ask("environment", policy, wanted, first=True) if wanted else []
+    return _ask(_ENVIRONMENT, policy, wanted, first=True)
 
 
 def uninstall() -> None:
@@ -239,12 +252,7 @@ def _parts(model: Any) -> dict[str, list[Any]]:
     """What each patch that reaches the model finds in it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an mlx.nn.Module, not {model!r}")
-    parts = {
-        name: found
-        for name, target in TARGETS.items()
-        if (module := sys.modules.get(target.module))
-        and (found := patch_of(name).find(model, module))
-    }
+    parts = {name: found for name in TARGETS if (found := patch_of(name).parts(model))}
     if not parts:
         raise ValueError(
             f"{type(model).__name__} has no layer that mlx-sinks patches "
@@ -280,9 +288,14 @@ def _ask(
         asked_for = names
         if targets is None:
             asked_for = {name for name in names if patch_of(name).wanted(policy)}
-        reports = [_report(name, policy) for name in sorted(asked_for)]
+        reports = [
+            _report(name, policy)
+            for name in sorted(asked_for)
+            if not patch_of(name).refused
+        ]
     for report in reports:
-        patch_of(report.target).announce(functools.partial(inform, report.sentence))
+        say = functools.partial(inform, report.sentence)
+        patch_of(report.target).announce(say, _line.tell)
     return reports
 
 
@@ -290,7 +303,9 @@ def _import_upstream(patch: Patch) -> None:
     try:
         importlib.import_module(patch.target.module)
     except ImportError as error:
-        raise _refused(patch, patch.unsupported() or str(error)) from None
+        missing = f"{patch.target.package} isn't installed"
+        reason = str(error) if patch.target.installed else missing
+        raise PatchError(_why({patch: reason})) from None
 
 
 def _put(request: _Request, first: bool = False) -> None:
@@ -330,46 +345,76 @@ def _set_requests(requests: tuple[_Request, ...]) -> None:
 
 
 def _follow_requests(strict: bool = True) -> None:
-    """Install and uninstall as the requests say; refusals raise where ``strict``."""
+    """Install and uninstall as the requests say; refusals raise where ``strict``.
+
+    What only the environment asks for is refused when it is used.
+    """
+    refused: dict[Patch, str] = {}
     for name in filter(_patches.get, TARGETS):
         patch = _patches[name]
-        policies = [request.policy for request in _requests if name in request.targets]
+        asking = [request for request in _requests if name in request.targets]
+        policies = [request.policy for request in asking]
         # A request of ``apply`` has no policy for other models.
         policy = next(filter(None, reversed(policies)), None)
         module = sys.modules.get(patch.target.module)
         if module is None:
             continue
         if policies and (policy is None or patch.wanted(policy)):
+            if strict and (sentence := patch.out_of_reach(module)):
+                raise PatchError(sentence)
             reason = None if patch.is_on(module) else patch.refusal(module)
             if reason is None:
                 patch.install(module, policy)
+            elif all(request.owner == _ENVIRONMENT for request in asking):
+                patch.follow(policy)
+                if not patch.guard(module, reason, _refuse):
+                    raise PatchError(_refusal_of({**_refusing(), patch: reason}))
             elif strict:
-                raise _refused(patch, reason)
+                refused[patch] = reason
             else:
                 patch.follow(policy)
         else:
             patch.uninstall(module)
+    if refused:
+        raise PatchError(f"{_why(refused)}; upstream is left as it is")
+    policies = [request.policy for request in _requests]
+    _line.follow_policy(next(filter(None, reversed(policies)), None))
 
 
-def _refused(patch: Patch, reason: str) -> PatchError:
-    target = patch.target
-    package = f"{target.package} {target.version() or ''}".strip()
-    return PatchError(
-        f"can't patch {target.module} of {package}: {reason}; upstream is left as it "
-        f"is. Install a matching {target.package} or mlx-sinks, or go on without "
-        f'({VARIABLE}="{target.name}=0")'
+def _refuse() -> None:
+    """Refuse a model or a cache that the environment wants patched."""
+    if not trying.get():
+        raise PatchError(_refusal_of(_refusing()))
+
+
+def _refusing() -> dict[Patch, str]:
+    return {p: p.refused for p in _patches.values() if p.stands_guard}
+
+
+def _refusal_of(refused: dict[Patch, str]) -> str:
+    """Why, and how to go on."""
+    names = [patch.target.name for patch in refused]
+    rest = Settings.from_env().without(names).value()
+    return (
+        f"{_why(refused)}; go on without {'these' if names[1:] else 'it'} by "
+        f'{VARIABLE}="{rest}", or without mlx-sinks: {command_with("0")}'
     )
+
+
+def _why(refused: dict[Patch, str]) -> str:
+    """Why patches can't be installed, all of them."""
+    releases = {patch.target.release(): None for patch in refused}
+    reasons = (f"{patch.target.name} ({why})" for patch, why in refused.items())
+    return f"can't patch {' and '.join(releases)}: {', '.join(reasons)}"
 
 
 def versions(*packages: str) -> str:
     """The releases that results depend on; by default of all packages that we patch."""
-    releases = {
-        target.package: release
+    upstream = {
+        target.release(): None
         for target in TARGETS.values()
-        if target.package in packages or not packages
-        if (release := target.version()) is not None
+        if target.installed and (target.package in packages or not packages)
     }
-    upstream = [f"{package} {release}" for package, release in releases.items()]
     return ", ".join([f"mlx-sinks {__version__}", *upstream, f"mlx {mx.__version__}"])
 
 

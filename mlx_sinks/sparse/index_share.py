@@ -7,7 +7,6 @@ pipeline parallelism, where one stage has to send its selection to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import EllipsisType
@@ -162,8 +161,6 @@ class SharingGLM(Model):
         As from ``indexer_schedule``.
     """
 
-    say: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(self, args: SharingArgs):
         super().__init__(args)
         try:
@@ -174,7 +171,6 @@ class SharingGLM(Model):
             if type(self) is SharingGLM:
                 self.__class__ = Model
             return
-        self.say()
         self.model.__class__ = SharingModel
         self.model.schedule = schedule
         for layer, kind in zip(self.model.layers, schedule):

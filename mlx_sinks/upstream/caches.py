@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -46,6 +48,19 @@ def stacked(rows: list[mx.array | None], sizes: list[int]) -> mx.array | None:
         for array, size in zip(rows, sizes)
     ]
     return mx.concatenate(padded, axis=0)
+
+
+def fresh_caches(model: nn.Module) -> list[Any]:
+    """Upstream's caches, whatever ``make_prompt_cache`` is patched to say."""
+    if hasattr(model, "make_cache"):
+        return model.make_cache()
+    return [upstream.KVCache() for _ in model.layers]
+
+
+def kinds(caches: Iterable[Any]) -> str:
+    """How many caches there are of each class, in words."""
+    found = Counter(type(cache).__name__ for cache in caches)
+    return ", ".join(f"{count} {name}" for name, count in found.items())
 
 
 def plain_layers(model: nn.Module, caches: list[Any]) -> list[int]:

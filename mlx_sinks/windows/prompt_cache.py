@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as upstream
 
 from ..logger import warn
-from ..upstream.caches import plain_layers
+from ..upstream.caches import fresh_caches, kinds, plain_layers
 from .rotation import Rotation
 from .sink_cache import SinkCache
 from .window import Window
@@ -64,7 +63,7 @@ def make_sink_cache(
         known = " or ".join(map(repr, POSITION_MODES))
         raise ValueError(f"position_mode must be {known}, not {position_mode!r}")
     rotations: dict[int, Rotation | None] = {}
-    caches = upstream.make_prompt_cache(model)
+    caches = fresh_caches(model)
     plain = plain_layers(model, caches)
     if not plain:
         raise ValueError(
@@ -75,24 +74,18 @@ def make_sink_cache(
         rotations = _rotations(model, plain)
     for layer in plain:
         caches[layer] = SinkCache(window, sinks, rotations.get(layer))
-    warn_of_others(model, caches, plain)
-    return caches
-
-
-def warn_of_others(model: nn.Module, caches: list[Any], plain: list[int]) -> None:
-    """Warn of layers that keep a cache of another kind."""
     if len(plain) < len(caches):
         warn(
             f"the window reaches {len(plain)} of {len(caches)} layers; the others keep "
             f"upstream's cache: {_kinds(model, caches, plain)}",
         )
+    return caches
 
 
 def _kinds(model: nn.Module, caches: list[Any], plain: list[int]) -> str:
-    others = [type(c).__name__ for n, c in enumerate(caches) if n not in plain]
-    kinds = ", ".join(f"{count} {name}" for name, count in Counter(others).items())
+    others = kinds(c for n, c in enumerate(caches) if n not in plain)
     layers = len(model.layers)
-    return kinds if len(caches) == layers else f"{kinds} for {layers} layers"
+    return others if len(caches) == layers else f"{others} for {layers} layers"
 
 
 class _Capture(upstream._BaseCache):
@@ -146,7 +139,7 @@ def _rotations(model: nn.Module, plain: list[int]) -> dict[int, Rotation | None]
 def _captured(
     model: nn.Module, plain: list[int], offset: int
 ) -> dict[int, tuple[mx.array, mx.array]]:
-    caches = upstream.make_prompt_cache(model)
+    caches = fresh_caches(model)
     for layer in plain:
         caches[layer] = _Capture(offset)
     model(mx.zeros((1, 1), mx.int32), cache=caches)

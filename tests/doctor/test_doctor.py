@@ -324,13 +324,22 @@ def test_a_checkpoint_is_examined_without_another_package(monkeypatch, doctor, f
     assert result["verdicts"][-1]["cause"].startswith("indexers")
 
 
-def test_a_release_that_is_refused(monkeypatch, doctor):
+def test_a_release_that_is_untested_is_tried(monkeypatch, doctor):
+    tested = doctor(variable="1")
     releases.pretend(monkeypatch, "mlx-lm", "0.99.0")
     status, result = doctor(variable="1")
+    assert "mlx-lm 0.99.0 (untested)" in result["versions"]
+    assert (status, result["places"]) == (tested[0], tested[1]["places"])
+
+
+def test_a_release_that_is_refused(monkeypatch, doctor):
+    monkeypatch.setattr(patch_of("dsa"), "self_check", lambda module: "it differs")
+    status, result = doctor(variable="1")
     assert status == 1
-    for place in result["places"]:
-        assert "0.99.0" in place["refused"]
-    assert "0.99.0" in result["verdicts"][0]["fix"]
+    (refused,) = (place for place in result["places"] if place["refused"])
+    assert refused["target"] == "dsa"
+    for sentence in (refused["refused"], result["verdicts"][0]["fix"]):
+        assert "dsa (it differs)" in sentence
 
 
 @pytest.mark.parametrize(("least", "affected"), [(0, True), (4, False)])

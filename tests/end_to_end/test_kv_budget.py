@@ -152,7 +152,7 @@ def test_one_token_after_a_prompt_that_nobody_observed_warns(llama, budget):
     llama.model(mx.array([tokens]), cache=caches)
     with heard() as lines:
         llama.written(tokens[-1:], prompt_cache=caches)
-    assert "nothing was seen of its attention: " in lines[0]
+    assert "nothing was seen of its attention, in " in lines[0]
 
 
 def test_one_token_alone_warns_of_nothing(llama, budget):
@@ -228,11 +228,11 @@ def test_a_batch_with_nothing_to_read(llama, budget):
 
 
 def test_layers_that_no_budget_reaches_are_named(llama, budget):
-    caches = make_prompt_cache(llama.model, 64)
     with heard() as lines:
+        caches = make_prompt_cache(llama.model, 64)
         llama.written(LONG, prompt_cache=caches)
     (line,) = lines
-    assert re.search("reaches 0 of .* RotatingKVCache: ", line)
+    assert re.search("of 64 rows reaches no layer .* RotatingKVCache, in ", line)
 
 
 def test_quantised_caches_are_refused_with_a_sentence(llama, budget):
@@ -243,7 +243,8 @@ def test_quantised_caches_are_refused_with_a_sentence(llama, budget):
 def test_without_a_budget_generation_is_upstreams():
     names = {report.target for report in mlx_sinks.install()}
     assert "snapkv" not in names
-    assert not hasattr(mlx_lm.generate, "sinks_upstream")
+    generate = sys.modules["mlx_lm.generate"]
+    assert not hasattr(generate.generate_step, "sinks_upstream")
 
 
 # ------------------------------------------------------------------ commands
@@ -262,8 +263,9 @@ def test_the_variable_and_the_option_are_the_same(llama):
     stock = generated(llama, command("mlx_lm.generate"))
     assert by_option.without_figures() == by_variable.without_figures()
     assert by_option.without_figures().stdout != stock.without_figures().stdout
-    line = f"mlx-sinks: keeping 4 sinks of prompts compacted to {BUDGET} rows"
-    assert any(said.startswith(line) for said in by_option.ours)
+    (line,) = by_option.ours
+    kept = f"keeping 4 sinks of prompts compacted to {BUDGET} rows, in "
+    assert line.startswith(f"mlx-sinks: llama: {kept}")
 
 
 def test_a_short_prompt_is_not_touched(llama):
@@ -279,7 +281,7 @@ def test_a_module_run_as_a_script_is_refused(llama, flags):
     outcome = generated(llama, sys.executable, *flags.split(), MLX_SINKS=SETTING)
     assert outcome.status != 0
     (line,) = outcome.ours
-    assert "use the command mlx_lm.generate" in line
+    assert f"use MLX_SINKS={SETTING} mlx_lm.generate --model {llama.folder} " in line
 
 
 def test_the_package_run_as_a_script_is_reached(llama):

@@ -46,7 +46,8 @@ def test_max_kv_size_is_a_window_with_the_policys_sinks(folder, value, sinks):
     outcome = generate(folder, MLX_SINKS=value)
     assert (outcome.status, outcome.stdout) == (0, in_process(folder, sinks))
     (line,) = outcome.ours
-    assert f"keeping {sinks} sinks of rotating windows in mlx_lm.models.cache" in line
+    kept = f"{sinks} sinks in a window of {WINDOW} tokens, in 2 of 2 layers"
+    assert f"llama: keeping {kept}" in line
     assert outcome.theirs == generate(folder).stderr
     assert outcome.stdout != in_process(folder, None)
 
@@ -56,16 +57,30 @@ def test_switched_off_it_is_stock(folder, off):
     stock = generate(folder)
     # llama has a make_cache: upstream overlooks the size.
     assert stock.stdout == in_process(folder, None)
-    assert generate(folder, MLX_SINKS=off) == stock
+    assert_stock(generate(folder, MLX_SINKS=off), stock, off != "0")
 
 
-def test_without_a_size_nothing_is_said_or_changed(folder):
-    assert generate(folder, window=None, MLX_SINKS="1") == generate(folder, window=None)
+def assert_stock(outcome, stock, is_on=True):
+    """Upstream's own text, and where the variable is on a line that says so."""
+    assert (outcome.status, outcome.stdout) == (stock.status, stock.stdout)
+    assert outcome.theirs == stock.stderr
+    overlooked = f"its window of {WINDOW} tokens is overlooked by mlx-lm here"
+    assert [overlooked in line for line in outcome.ours] == [True] * is_on
+
+
+def test_without_a_size_nothing_is_changed(folder):
+    outcome, stock = (
+        generate(folder, window=None, **on) for on in ({"MLX_SINKS": "1"}, {})
+    )
+    assert (outcome.stdout, outcome.theirs) == (stock.stdout, stock.stderr)
+    (line,) = outcome.ours
+    assert "llama: nothing to do: it selects no keys and has no window (" in line
 
 
 def test_run_keeps_what_is_switched_off(folder):
     before = (command("mlx-sinks"), "run", "--sinks", "2")
-    assert generate(folder, before=before, MLX_SINKS="rotating=0") == generate(folder)
+    outcome = generate(folder, before=before, MLX_SINKS="rotating=0")
+    assert_stock(outcome, generate(folder))
     assert generate(folder, before=before).stdout == in_process(folder, 2)
 
 
@@ -88,7 +103,8 @@ def test_a_model_without_plain_layers_is_told(tmp_path):
     folder = small_models.write_folder(tmp_path / "dsa")
     outcome = generate(folder, MLX_SINKS="1")
     assert outcome.status == 0
-    assert "the window reaches 0 of 2 layers" in outcome.stderr
+    (line,) = outcome.ours
+    assert f"a window of {WINDOW} tokens reaches no layer (2 CacheList)" in line
 
 
 def test_a_saved_sink_cache_is_loaded_by_the_plain_command(folder, tmp_path):

@@ -93,19 +93,14 @@ def test_in_python(path, state, tmp_path):
     found = json.loads(outcome.stdout)
     stock = None if state == "absent" else STOCK
     assert (found["before"], found["uninstalled"]) == (stock, stock)
-    if state == "present":
+    if state != "absent":
         assert "made_up" in found["install"]
         assert found["patched"] == ["made_up"]
         assert found["installed"] == found["inside"] == KEPT
-    elif state == "absent":
+    else:
         assert "dsa" in found["install"]
         assert "made_up" not in found["install"]
         assert "made-up isn't installed" in found["patched"]
-    else:
-        for sentence in (found["install"], found["patched"]):
-            assert "made-up 2.0: only made-up >=1.0,<2.0" in sentence
-            assert 'MLX_SINKS="made_up=0"' in sentence
-        assert found["installed"] == STOCK
 
 
 @pytest.mark.parametrize("through", [[], ["mlx-sinks", "run"]], ids=["plain", "run"])
@@ -119,14 +114,10 @@ def test_by_the_variable(path, state, through, tmp_path):
         assert "ModuleNotFoundError" in on.stderr
         return
     assert (off.status, off.stdout, off.stderr) == (0, f"{STOCK}\n", "")
-    if state == "present":
-        assert (on.status, on.stdout) == (0, f"{KEPT}\n")
-        assert "keeping 4 sinks of made-up rooms in made_up.places" in on.stderr
-        assert "made-up 1.5" in on.stderr
-    else:
-        assert on.status == 1
-        assert on.stderr.startswith("mlx-sinks: can't patch made_up.places of made-up")
-        assert on.stderr.count("\n") == 1
+    assert (on.status, on.stdout) == (0, f"{KEPT}\n")
+    assert "keeping 4 sinks of made-up rooms in made_up.places" in on.stderr
+    release = f"made-up {STATES[state]}" + " (untested)" * (state == "untested")
+    assert f", {release}, " in on.stderr
 
 
 def test_mlx_lm_runs_whatever_the_other_package_is(path, tmp_path):
@@ -144,13 +135,10 @@ def test_the_doctor(path, state):
     place = places["made_up"]
     assert place["installed"] == (state != "absent")
     (row,) = [line for line in shown.stdout.splitlines() if "made_up" in line][:1]
-    if state == "present":
-        assert (place["cured"], place["on"], place["open"]) == (True, True, False)
-        assert "it drops the first token" in row
-        assert (shown.status, asked.status) == (1, 0)
-    elif state == "absent":
+    if state == "absent":
         assert "made-up is not installed" in row and row.count("—") == 2
         assert asked.status == 0
     else:
-        assert "only made-up >=1.0,<2.0" in place["refused"]
-        assert asked.status == 1
+        assert (place["cured"], place["on"], place["open"]) == (True, True, False)
+        assert "it drops the first token" in row
+        assert (shown.status, asked.status) == (1, 0)

@@ -165,7 +165,7 @@ def test_layers_with_caches_of_their_own_are_left_and_named(on):
     assert (full.max_size, full.keep, own.max_size, own.keep) == (20, 3, 8, 0)
     with heard() as lines:
         upstream.make_prompt_cache(small_models.make(), 20)
-    assert re.search("0 of 2 layers.*2 CacheList", lines[0])
+    assert re.search("reaches no layer.*2 CacheList", lines[0])
 
 
 @pytest.mark.parametrize("size", [3, 2, 0, -1])
@@ -265,7 +265,6 @@ def test_batches_of_another_kind_are_refused(on):
 def refused():
     with pytest.raises(PatchError) as error:
         mlx_sinks.install(targets=["rotating"])
-    assert 'MLX_SINKS="rotating=0"' in str(error.value)
     return str(error.value)
 
 
@@ -290,12 +289,10 @@ def test_another_maker_of_caches_is_refused(monkeypatch):
 def test_the_line_is_said_when_a_window_is_made(capsys):
     mlx_sinks.install(SinkPolicy(sinks=5), targets=["rotating"])
     model = small_models.make_llama()
-    upstream.make_prompt_cache(model)
-    assert capsys.readouterr().err == ""
     for _ in range(2):
         upstream.make_prompt_cache(model, 20)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "keeping 5 sinks of rotating windows in mlx_lm.models.cache" in line
+    assert "llama: keeping 5 sinks in a window of 20 tokens, in 1 of 1 layers" in line
 
 
 def test_apply_leaves_windows_alone():

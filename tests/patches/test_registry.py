@@ -29,6 +29,13 @@ def policy_in_force():
     return registry.patch_of("dsa")._policy
 
 
+def select():
+    """One selection of an indexer that belongs to no model."""
+    small = small_models.make().layers[0].self_attn
+    x, qr = (mx.zeros((1, 20, size)) for size in (64, 64))
+    small.indexer(x, qr, None)
+
+
 def test_install_and_uninstall_are_idempotent():
     mlx_sinks.install()
     mlx_sinks.install()
@@ -45,16 +52,18 @@ def test_the_report_names_versions_and_policy(capsys):
     assert report.policy == SinkPolicy(3, 5)
     for part in (mlx_lm.__version__, mx.__version__, "3 sinks", "5 recent"):
         assert part in str(report)
+    select()  # an indexer alone, of no model that was told of
     assert capsys.readouterr().err == f"{report}\n"
 
 
 def test_a_line_is_said_once_and_not_at_all_when_quiet(capsys, monkeypatch):
     for _ in range(2):
-        with mlx_sinks.patched(SinkPolicy(1, 17), ["dsa"]):
-            pass
+        with mlx_sinks.patched(SinkPolicy(1, 2), ["dsa"]):
+            select()
     assert capsys.readouterr().err.count("\n") == 1
     monkeypatch.setenv("MLX_SINKS_QUIET", "1")
-    mlx_sinks.install(SinkPolicy(1, 18))
+    mlx_sinks.install(SinkPolicy(1, 3))
+    select()
     assert capsys.readouterr().err == ""
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import pickle
 from threading import Thread
 
@@ -12,14 +13,19 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v32, glm_moe_dsa
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
 from mlx_lm.tuner.trainer import grad_checkpoint
 
 import mlx_sinks
 import reference
 import small_models
 from lines import heard
-from mlx_sinks import CheckpointError, SinkPolicy, logger
+from mlx_sinks import CheckpointError, SinkPolicy
 from mlx_sinks.sparse.index_share import SharedIndexer, SharingGLM, selected
 from small_models import logits
 
@@ -164,15 +170,15 @@ def test_models_that_share_nothing_are_upstreams(kind, tmp_path):
     assert np.array_equal(logits(ours, tokens(), cut), logits(stock, tokens(), cut))
 
 
-def test_one_line_says_that_a_model_shares(capsys, tmp_path, monkeypatch):
-    logger.said.cache_clear()
-    mlx_sinks.install(targets=["index_share"])
-    small_models.make("glm_moe_dsa")
-    assert capsys.readouterr().err == ""
-    for _ in range(2):
-        small_models.make("glm_moe_dsa", **SMALL)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "full layers' selections for shared ones" in line
+def test_a_models_line_says_that_it_shares():
+    mlx_sinks.install()
+    with heard(logging.INFO) as lines:
+        for facts in ({}, SMALL, SMALL):
+            make_prompt_cache(small_models.make("glm_moe_dsa", **facts))
+    alone, sharing = lines
+    assert "share" not in alone
+    shared = SMALL["indexer_types"].count("shared")
+    assert f"and the same in {shared} layers with a shared selection" in sharing
 
 
 @pytest.mark.parametrize(

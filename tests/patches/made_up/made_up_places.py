@@ -6,12 +6,11 @@ from .patch import Patch, Site
 class MadeUpPatch(Patch):
     """Keeps sinks in what ``kept`` returns."""
 
-    says_at_once = True
-
     def sites(self, module):
         return [Site(module, "kept", self._kept)]
 
     def _kept(self, policy, upstream, tokens, room):
+        self.say()
         sinks = tokens[: policy.sinks]
         return sinks + upstream(tokens[policy.sinks :], room - len(sinks))
 

@@ -1,0 +1,492 @@
+"""The line that each model gets: it says what runs, before the answer begins."""
+
+import json
+import logging
+import re
+import shlex
+import subprocess
+import sys
+import types
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_sinks
+import small_models
+import upstreams
+from lines import heard
+from mlx_sinks.patches.registry import install_from_environment
+from processes import (
+    command,
+    environment,
+    generation,
+    python,
+    run,
+    serving_model,
+)
+
+ON = {"MLX_SINKS": "1"}
+PROMPT = "The quick brown fox jumps over the lazy dog, who packs."
+NOTHING = "nothing to do: it selects no keys"
+TWO_LAYERS = "keeping 4 sinks + 8 recent among the 16 keys selected in 2 layers"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder of each kind, written once."""
+    root = tmp_path_factory.mktemp("models")
+    facts = {**small_models.glm52(7), **small_models.MANY_HEADS}
+    shared = small_models.shared_layers(facts)
+    folders = {
+        kind: small_models.write_folder(root / kind, kind)
+        for kind in small_models.KINDS
+    }
+    folders["llama"] = small_models.write_llama_folder(root / "llama")
+    folders["GLM-5.2"] = small_models.write_folder(
+        root / "glm52", "glm_moe_dsa", without=shared, **facts
+    )
+    for kind in small_models.KINDS:
+        own = small_models.write_folder(root / f"own {kind}", kind)
+        (own / "own.py").write_text(upstreams.own_file(kind))
+        config = json.loads((own / "config.json").read_text())
+        (own / "config.json").write_text(json.dumps({**config, "model_file": "own.py"}))
+        folders[f"own {kind}"] = own
+    return folders
+
+
+def generate(folder, *more, name="mlx_lm.generate", **variables):
+    return run(command(name), *generation(folder, PROMPT, 3, *more), **variables)
+
+
+def line_of(outcome):
+    """The only line of ours."""
+    assert outcome.status == 0, outcome.stderr
+    (line,) = outcome.ours
+    return line
+
+
+# ---------------------------------------------------------- what is said of a model
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "options", "said"),
+    [
+        ("llama", "1", "", f"llama: {NOTHING} and has no window ("),
+        (
+            "llama",
+            "1",
+            "--max-kv-size 32",
+            "llama: keeping 4 sinks in a window of 32 tokens, in 1 of 1 layers (",
+        ),
+        (
+            "llama",
+            "kv_budget=24",
+            "",
+            "llama: keeping 4 sinks of prompts compacted to 24 rows, in 1 of 1 layers",
+        ),
+        (
+            "llama",
+            "kv_budget=24",
+            "--max-kv-size 32",
+            "in 1 of 1 layers; the budget of 24 rows reaches no layer "
+            "(its cache is a RotatingKVCache, in 1 layer) (",
+        ),
+        ("deepseek_v32", "1", "", f"deepseek_v32: {TWO_LAYERS} ("),
+        ("deepseek_v32", "dsa=0", "", "2 layers select as upstream does (dsa is off)"),
+        (
+            "GLM-5.2",
+            "1",
+            "",
+            "glm_moe_dsa: keeping 4 sinks + 8 recent among the 16 keys selected in "
+            "4 layers and the same in 3 layers with a shared selection (",
+        ),
+        (
+            "glm_moe_dsa",
+            "kv_budget=24",
+            "",
+            f"{TWO_LAYERS}; the budget of 24 rows reaches no layer "
+            "(its cache is a CacheList, in 2 layers) (",
+        ),
+        (
+            "glm_moe_dsa",
+            "1",
+            "--max-kv-size 32",
+            f"{TWO_LAYERS}; a window of 32 tokens reaches no layer (2 CacheList) (",
+        ),
+    ],
+)
+def test_one_line_before_the_answer(folders, model, value, options, said):
+    words = generation(folders[model], PROMPT, 3, *options.split())
+    both = subprocess.run(
+        [command("mlx_lm.generate"), *words],
+        env=environment(MLX_SINKS=value, PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    lines = both.stdout.decode(errors="replace").splitlines()
+    assert both.returncode == 0, lines
+    (number,) = (n for n, line in enumerate(lines) if line.startswith("mlx-sinks"))
+    assert said in lines[number].replace("of indexers and ", "")
+    assert number < lines.index("=" * 10)
+
+
+def test_the_servers_line_has_time_and_level(folders, tmp_path):
+    with serving_model(tmp_path, folders["glm_moe_dsa"], **ON) as server:
+        server.complete(prompt="Why?", max_tokens=1)
+        (line,) = server.log().ours
+    assert re.match(r"[\d-]+ [\d:,]+ - INFO - mlx-sinks: glm_moe_dsa: keeping ", line)
+
+
+@pytest.mark.parametrize("kind", small_models.KINDS)
+def test_a_folders_own_code_is_not_reached(folders, kind):
+    folder = folders[f"own {kind}"]
+    trust = ["--trust-remote-code"] * ("0.31" not in mlx_lm.__version__)
+    line = line_of(generate(folder, *trust, **ON))
+    assert (
+        "custom_model.Model: not reached: keys are selected in 2 of 2 layers by" in line
+    )
+    assert f"{folder}/own.py" in line
+    assert "without model_file in config.json" in line
+
+
+def replacement(kind):
+    """Another's module under the name of mlx-lm's."""
+    module = types.ModuleType(f"mlx_lm.models.{kind}")
+    code = compile(upstreams.own_file(kind), "/host/private.py", "exec")
+    exec(code, vars(module))
+    return module
+
+
+def said_of(folder):
+    """What is said of a model that is loaded and generates."""
+    with heard(logging.INFO) as lines:
+        model, tokenizer = mlx_lm.load(str(folder))
+        mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=2)
+    (line,) = (line for line in lines if "rotary" not in line)
+    return line
+
+
+@pytest.mark.parametrize("kind", small_models.KINDS)
+def test_a_module_that_takes_the_place_of_upstreams(folders, monkeypatch, kind):
+    mlx_sinks.install()
+    monkeypatch.setitem(sys.modules, f"mlx_lm.models.{kind}", replacement(kind))
+    line = said_of(folders[kind])
+    assert (
+        "not reached: keys are selected in 2 of 2 layers by the Indexer of /host/"
+        in line
+    )
+    assert f"which stands in the place of mlx_lm.models.{kind}" in line
+
+
+@pytest.mark.parametrize("kind", small_models.KINDS)
+def test_a_module_that_stands_there_first(folders, monkeypatch, kind):
+    """The same code in the place of what is patched is patched itself."""
+    monkeypatch.setitem(sys.modules, f"mlx_lm.models.{kind}", replacement(kind))
+    install_from_environment(mlx_sinks.SinkPolicy(), ["dsa", "index_share"])
+    is_patched = kind == "deepseek_v32"
+    assert (TWO_LAYERS in said_of(folders[kind])) == is_patched
+    assert (
+        "not reached: keys are selected in 2 of 2 layers" in said_of(folders[kind])
+    ) != is_patched
+
+
+class OwnIndexer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.index_topk = 8
+
+
+class BlockAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.index_topk_blocks = 8
+
+
+@pytest.mark.parametrize("part", [OwnIndexer, BlockAttention])
+def test_a_selector_that_nobody_here_has_seen(part):
+    """A model built in Python, of another package's classes."""
+    model = small_models.make_llama()
+    model.layers[0].self_attn.more = part()
+    mlx_sinks.install()
+    with heard(logging.INFO) as lines:
+        make_prompt_cache(model)
+    (line,) = lines
+    assert (
+        f"not reached: keys are selected in 1 of 1 layer by the {part.__name__} of"
+        in line
+    )
+
+
+def test_models_with_windows_of_their_own_are_left():
+    sliding = small_models.make_llama(
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=8,
+    )
+    mlx_sinks.install()
+    with heard(logging.INFO) as lines:
+        make_prompt_cache(sliding)
+        make_prompt_cache(sliding, 20)
+    assert f"{NOTHING}, and 1 sliding layer stay as trained" in lines[0]
+    assert "a window of 20 tokens reaches 1 of its 2 layers (1 Rotating" in lines[1]
+
+
+def test_models_built_in_python_have_their_line():
+    mlx_sinks.install()
+    with heard(logging.INFO) as lines:
+        for kind in small_models.KINDS:
+            make_prompt_cache(small_models.make(kind))
+        model = small_models.make_llama()
+        cache = mlx_sinks.make_sink_cache(model, 32, sinks=3)
+        tokens = mx.array([1, 2, 3])
+        list(generate_step(tokens, model, max_tokens=1))
+    assert [line.split(":")[1].strip() for line in lines] == [
+        *small_models.KINDS,
+        "llama",
+    ]
+    with heard(logging.INFO) as lines:
+        tokenizer = small_models.tokenizer()
+        mlx_lm.generate(model, tokenizer, "Why?", max_tokens=2, prompt_cache=cache)
+    assert "keeping 3 sinks in a window of 32 tokens, in 1 of 1 layers" in lines[0]
+
+
+def test_indexers_called_before_any_line_have_one_of_their_own():
+    mlx_sinks.install()
+    model = small_models.make()
+    with heard(logging.INFO) as lines:
+        for _ in range(2):
+            model(mx.array([small_models.tokens(0, 20)]))
+    (line,) = lines
+    assert "keeping 4 sinks + up to 128 recent in mlx_lm.models.deepseek_v32" in line
+
+
+def test_a_line_that_cannot_be_made_disturbs_nobody(monkeypatch):
+    mlx_sinks.install()
+    patch = mlx_sinks.patches.registry.patch_of("dsa")
+    monkeypatch.setattr(patch, "reach", lambda use, policy: 1 / 0)
+    with heard() as lines:
+        assert make_prompt_cache(small_models.make())
+    assert "can't say what applies to mlx_lm.models.deepseek_v32.Model" in lines[0]
+
+
+# --------------------------------------------------- programs that can't be reached
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """Packages with copies of mlx-lm, and one that has models of its own."""
+    root = tmp_path_factory.mktemp("hosts")
+    for name in ("gmlx/_vendor/mlx_lm", "host/vendor/mlx_lm", "mlx_vlm"):
+        for folder in [(root / name), *(root / name).parents]:
+            if folder == root:
+                break
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "__init__.py").touch()
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gmlx._vendor.mlx_lm", "gmlx runs models by its own copy of mlx-lm, gmlx._v"),
+        ("host.vendor.mlx_lm", "host runs models by its own copy of mlx-lm, host.ve"),
+        ("mlx_vlm", "mlx_vlm runs models by code of its own: it isn't reached"),
+    ],
+)
+def test_a_program_with_models_of_its_own(hosts, name, said):
+    code = (
+        f"import importlib.util as u; u.find_spec({name.split('.')[0]!r})\n"
+        f"print('found', flush=True); import {name}; import {name}"
+    )
+    through = [command("mlx-sinks"), "run", sys.executable, "-c", code]
+    for outcome in (
+        python(code, PYTHONPATH=hosts, **ON),
+        run(*through, PYTHONPATH=hosts),
+    ):
+        assert said in line_of(outcome)
+        assert (
+            "mlx_lm.generate runs mlx-lm's own code, which is reached"
+            in outcome.ours[0]
+        )
+    off = python(code, PYTHONPATH=hosts, MLX_SINKS="0")
+    assert (off.status, off.stderr) == (0, "")
+
+
+def test_run_says_that_a_command_has_another_python(tmp_path):
+    script = tmp_path / "other"
+    link = tmp_path / "python3"
+    link.symlink_to("/bin/sh")
+    script.write_text(f"#!{link}\necho started\n")
+    script.chmod(0o755)
+    outcome = run(command("mlx-sinks"), "run", script)
+    assert outcome.stdout == "started\n"
+    assert f"runs in another Python environment ({link})" in line_of(outcome)
+
+
+# -------------------------------------------------------- refused where it runs wrongly
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    return upstreams.copied(tmp_path_factory.mktemp("known"), "0.33.0")
+
+
+@pytest.mark.parametrize("model", ["llama", "glm_moe_dsa", "GLM-5.2"])
+def test_an_untested_release_works_and_says_so(folders, known, model):
+    line = line_of(generate(folders[model], PYTHONPATH=known, **ON))
+    assert "mlx-lm 0.33.0 (untested)" in line
+    tested = line_of(generate(folders[model], **ON))
+    release = f"mlx-lm {mlx_lm.__version__}"
+    assert line.replace("mlx-lm 0.33.0 (untested)", release) == tested
+
+
+def test_an_untested_release_has_all_that_it_requires(known):
+    outcome = python("from pip._internal.cli.main import main; main(['check'])")
+    beside = run(sys.executable, "-m", "pip", "check", PYTHONPATH=known)
+    assert "mlx-sinks" not in beside.stdout
+    assert (beside.status, beside.stderr) == (0, outcome.stderr)
+
+
+SCORES = "scores = mx.maximum(scores, 0)", "scores = mx.abs(scores)"
+EVICTS = "self.keep = keep\n", "self.keep = keep // 2\n"
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    edits = {"deepseek_v32.py": SCORES, "cache.py": EVICTS}
+    return {
+        name: upstreams.copied(
+            tmp_path_factory.mktemp("changed"), "0.33.0", {name: edit}
+        )
+        for name, edit in edits.items()
+    }
+
+
+def run_again(sentence, **variables):
+    """The command with which a refusal ends."""
+    found = re.search(
+        r"go on without (?:it|these) by (MLX_SINKS=\S+), or without "
+        r"mlx-sinks: (MLX_SINKS=0 .*)$",
+        sentence,
+    )
+    setting, words = found.groups()
+    path = f"{command('x')[:-2]}:/usr/bin:/bin"
+    outcomes = [
+        run("sh", "-c", line, PATH=path, **variables)
+        for line in (words, words.replace("MLX_SINKS=0", setting))
+    ]
+    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("file", "model", "options", "target"),
+    [
+        ("deepseek_v32.py", "glm_moe_dsa", "", "dsa"),
+        ("deepseek_v32.py", "GLM-5.2", "", "dsa"),
+        ("deepseek_v32.py", "deepseek_v32", "", "dsa"),
+        ("cache.py", "llama", "--max-kv-size 32", "rotating"),
+    ],
+)
+def test_what_would_run_wrongly_is_refused_in_a_sentence(
+    folders, changed, file, model, options, target
+):
+    path = {"PYTHONPATH": changed[file]}
+    outcome = generate(folders[model], *options.split(), **path, **ON)
+    assert outcome.status == 1
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith(
+        f"mlx-sinks: can't patch mlx-lm 0.33.0 (untested): {target} ("
+    )
+    assert "=" * 10 not in outcome.stdout or target == "rotating"
+    if model != "GLM-5.2":  # which stock can't load
+        run_again(line, **path)
+
+
+@pytest.mark.parametrize(
+    ("file", "model", "options"),
+    [
+        ("deepseek_v32.py", "llama", ""),
+        ("deepseek_v32.py", "llama", "--max-kv-size 32"),
+        ("cache.py", "llama", ""),
+        ("cache.py", "glm_moe_dsa", ""),
+    ],
+)
+def test_what_needs_nothing_of_it_runs(folders, changed, file, model, options):
+    path = {"PYTHONPATH": changed[file]}
+    line = line_of(generate(folders[model], *options.split(), **path, **ON))
+    assert ": can't patch" not in line
+
+
+def test_all_that_fails_is_named_at_once(folders, tmp_path):
+    edits = {"deepseek_v32.py": ("class Indexer(nn.Module):", "class I(nn.Module):")}
+    path = {"PYTHONPATH": upstreams.copied(tmp_path, edits=edits)}
+    outcome = generate(folders["deepseek_v32"], **path, **ON)
+    (line,) = outcome.stderr.splitlines()
+    assert "dsa (" in line and "indexer_fidelity (" in line
+    assert 'MLX_SINKS="dsa=0,indexer_fidelity=0"' in line
+
+
+# A fork that reads the offset first, and rotates queries after the cache has moved it.
+FORK = (
+    "offset = cache.offset if cache is not None else 0\n",
+    "offset = cache.offset if cache is not None else 0\n"
+    "        if cache is not None and not isinstance(offset, int):\n"
+    "            offset = offset + 1\n",
+)
+
+
+def test_a_fork_is_refused_when_its_model_is_built_and_not_before(folders, tmp_path):
+    """A host that imports the module at start-up goes on with any other model."""
+    edits = {"deepseek_v32.py": FORK}
+    path = {"PYTHONPATH": upstreams.copied(tmp_path, edits=edits)}
+    code = """
+import sys, mlx_lm, mlx_lm.models.deepseek_v32, mlx_lm.models.glm_moe_dsa
+for folder in sys.argv[1:]:
+    try:
+        model, tokenizer = mlx_lm.load(folder)
+        print(len(mlx_lm.generate(model, tokenizer, "Why?", max_tokens=2)) > 0)
+    except RuntimeError as error:
+        print(error)
+"""
+    outcome = python(code, folders["llama"], folders["deepseek_v32"], **path, **ON)
+    assert outcome.status == 0, outcome.stderr
+    ran, refused = outcome.stdout.splitlines()
+    assert ran == "True"
+    assert "differs from upstream's in a left-padded batch" in refused
+
+
+# ------------------------------------------------------------- no traceback of ours
+
+
+@pytest.mark.parametrize("words", ["doctor", "probe --model x", "run python -c ''"])
+def test_mlx_without_a_backend_gets_a_sentence(tmp_path, words):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").touch()
+    error = "libmlx.so: cannot open shared object file: No such file or directory"
+    (tmp_path / "mlx" / "core.py").write_text(f"raise ImportError({error!r})")
+    words = shlex.split(words)
+    if words[0] == "run":
+        words = ["run", sys.executable, "-c", "import mlx_lm"]
+    outcome = run(command("mlx-sinks"), *words, PYTHONPATH=str(tmp_path))
+    assert outcome.status != 0
+    (line,) = outcome.stderr.splitlines()
+    assert f"MLX has no backend here ({error})" in line
+    assert "pip install 'mlx[cpu]'" in line
+
+
+def test_a_fault_of_ours_gets_a_sentence(tmp_path):
+    code = """
+import mlx_sinks.patches.registry as registry
+registry._follow_requests = lambda *_, **__: 1 / 0
+import mlx_lm
+"""
+    outcome = python(code, **ON)
+    assert outcome.status != 0
+    (line,) = outcome.stderr.splitlines()
+    assert "can't patch this upstream (ZeroDivisionError" in line
+    assert "MLX_SINKS=0 python" in line
