@@ -232,7 +232,7 @@ def test_layers_that_no_budget_reaches_are_named(llama, budget):
         caches = make_prompt_cache(llama.model, 64)
         llama.written(LONG, prompt_cache=caches)
     (line,) = lines
-    assert re.search("of 64 rows reaches no layer .* RotatingKVCache, in ", line)
+    assert re.search("of .* rows reaches no layer .* RotatingKVCache, in ", line)
 
 
 def test_quantised_caches_are_refused_with_a_sentence(llama, budget):
