@@ -56,7 +56,7 @@ class SnapKVPatch(Patch):
     def keeps(self, policy: SinkPolicy) -> str:
         if policy.kv_budget is None:
             return "prompts whole, without a kv_budget,"
-        return f"{policy.sinks} sinks of prompts compacted to {policy.kv_budget} rows"
+        return f"{policy.sinks} sinks of prompts compacted to {policy.kv_budget:,} rows"
 
     def out_of_reach(self, module: ModuleType) -> str | None:
         # Python has set sys.argv to ["-m"] while it looks for the module to run.
