@@ -92,7 +92,8 @@ class DSAPatch(Patch):
             else:
                 self.dialect = dialect
                 return None
-        return f"the patched Indexer differs from upstream's {differing[0]}"
+        last = max(differing, key=[*_CASES].index)  # of the dialect that is nearest
+        return f"the patched Indexer differs from upstream's {last}"
 
     def faults(self, module: ModuleType) -> list[str]:
         policy, lost, made = SinkPolicy(2, 2), 0, 0

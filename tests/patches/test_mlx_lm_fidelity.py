@@ -2,18 +2,20 @@
 
 import importlib
 import json
+import logging
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.models import deepseek_v32
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_sinks
 import reference
 import small_models
 from lines import heard
-from mlx_sinks import SinkPolicy, logger
+from mlx_sinks import SinkPolicy
 from mlx_sinks.patches.registry import patch_of
 
 # Enough heads that no two columns tie at a score of nought.
@@ -159,13 +161,14 @@ def test_every_rotary_embedding_follows_the_checkpoint_or_is_left(
 
 
 @pytest.mark.parametrize("kind", small_models.KINDS)
-def test_a_line_says_where_the_convention_was_mended(kind, tmp_path, capsys):
-    logger.said.cache_clear()
+def test_a_models_line_says_where_the_convention_was_mended(kind, tmp_path):
     folder = small_models.write_folder(tmp_path, kind)
-    mlx_sinks.install(targets=["indexer_fidelity"])
-    mlx_lm.load(str(folder))
+    mlx_sinks.install()
+    with heard(logging.INFO) as lines:
+        make_prompt_cache(mlx_lm.load(str(folder))[0])
+    (line,) = lines
     mended = not READS_CONVENTION and kind == "deepseek_v32"
-    assert ("rotary embedding" in capsys.readouterr().err) == mended
+    assert ("and the checkpoint's rotary embedding of indexers (" in line) == mended
 
 
 def test_models_of_other_kinds_are_left_alone(tmp_path):
