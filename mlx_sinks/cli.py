@@ -110,7 +110,13 @@ def _add_probe(commands: Any) -> None:
         epilog="Example: mlx-sinks probe --model MODEL --text notes.txt --out probe",
     )
     add = parser.add_argument
-    add("--model", required=True, help=MODEL)
+    add("--model", help=MODEL)
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the picture of an earlier run's probe.json again, beside it",
+    )
     _add_reading(parser)
     add("--worst", type=_count, default=5, help=f"layers in the table {DEFAULT}")
     _add_policy(parser, "")
@@ -118,6 +124,10 @@ def _add_probe(commands: Any) -> None:
     add("--out", type=_folder, help="folder for probe.json and probe.png")
 
     def run(options: argparse.Namespace) -> int:
+        if (options.model is None) == (options.plot is None):
+            return _fail("probe what? Name a model with --model, or a file with --plot")
+        if options.plot:
+            return _start("probing", 1, options.plot, function="plot")
         policy, reading = SinkPolicy(**_asked(options)), _reading(options)
         return _start(
             "probing",
@@ -135,15 +145,19 @@ def _add_probe(commands: Any) -> None:
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what loses sinks here, why, and what helps",
-        description="Tries each place of this mlx-lm that is known to lose sinks, and "
-        "reads the configuration and the headers of a checkpoint. Only --probe loads "
-        f"its weights. The verdicts hold for {VARIABLE} as your shell sets it. The "
-        "exit status is 1 where something is wrong, 2 where the doctor couldn't look.",
-        epilog="Example: mlx-sinks doctor --model MODEL --context 8000",
+        help="say whether a model loses sinks here, why, and what helps",
+        description="Builds a model's classes from its configuration, reads the "
+        "headers of its files, and tries each place of this mlx-lm that is known to "
+        "lose sinks. Only --probe loads weights. The verdicts hold for "
+        f"{VARIABLE} as your shell sets it. Without a model it is mlx-sinks status. "
+        "The exit status is 1 where something is wrong, 2 where the doctor couldn't "
+        "look, 3 where it doesn't know the model.",
+        usage="mlx-sinks doctor [OPTION ...] [MODEL]",
+        epilog="Example: mlx-sinks doctor MODEL --context 8000",
     )
     add = parser.add_argument
-    add("--model", help=MODEL)
+    add("model", nargs="?", metavar="MODEL", help=MODEL)
+    add("--model", dest="named", metavar="MODEL", help="the same, as mlx-lm has it")
     add(
         "--context",
         type=_count,
@@ -152,14 +166,22 @@ def _add_doctor(commands: Any) -> None:
     )
     add("--max-kv-size", type=_count, metavar="N", help="as given to mlx-lm")
     add("--probe", action="store_true", help="load the model and probe its indexers")
+    add("--all", action="store_true", help="show all places known to lose sinks")
     _add_reading(parser)
     add("--json", action="store_true", help="print JSON instead of a table")
     add("--out", type=_folder, help="folder for doctor.json")
 
     def run(options: argparse.Namespace) -> int:
+        if options.model and options.named:
+            return _fail(f"which model, {options.model} or {options.named}?")
+        options.model = options.model or options.named
         reading = _reading(options)
-        if options.model is None and (options.probe or options.context):
-            return _fail("--probe and --context need a model: name it with --model")
+        if options.model is None:
+            for name in ("probe", "context", "max_kv_size", "all", "out"):
+                if getattr(options, name):
+                    option = f"--{name.replace('_', '-')}"
+                    return _fail(f"{option} needs a model: mlx-sinks doctor MODEL")
+            return _start("doctor", 2, as_json=options.json, file="status")
         settings = Settings.from_env()
         # This process looks at stock mlx-lm first, whatever the shell's commands do.
         os.environ.pop(VARIABLE, None)
@@ -171,6 +193,7 @@ def _add_doctor(commands: Any) -> None:
             context=options.context,
             max_kv_size=options.max_kv_size,
             reading=reading if options.probe else None,
+            all_places=options.all,
             as_json=options.json,
             out=options.out,
         )
@@ -178,7 +201,24 @@ def _add_doctor(commands: Any) -> None:
     parser.set_defaults(function=run)
 
 
-COMMANDS = (_add_run, _add_probe, _add_doctor)
+def _add_status(commands: Any) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="say whether mlx-sinks is on here, for what, and what it reaches",
+        description=f"Says whether Python starts with our hook in this environment, "
+        f"what {VARIABLE} says, which targets are on at which releases, and which "
+        "packages here are reached. The exit status is 0.",
+        epilog="Example: mlx-sinks status --json",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(options: argparse.Namespace) -> int:
+        return _start("doctor", 2, as_json=options.json, file="status")
+
+    parser.set_defaults(function=run)
+
+
+COMMANDS = (_add_run, _add_status, _add_doctor, _add_probe)
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
@@ -247,11 +287,18 @@ def _folder(text: str) -> Path:
     return path
 
 
-def _start(room: str, failed: int, *arguments: Any, **named: Any) -> int:
+def _start(
+    room: str,
+    failed: int,
+    *arguments: Any,
+    file: str = "command",
+    function: str = "run",
+    **named: Any,
+) -> int:
     """Run a subpackage's command; its imports take seconds. Errors become sentences."""
     try:
-        command = importlib.import_module(f".{room}.command", __package__)
-        return command.run(*arguments, **named)
+        command = importlib.import_module(f".{room}.{file}", __package__)
+        return getattr(command, function)(*arguments, **named)
     except (OSError, ValueError, RuntimeError) as error:
         return _fail(str(error), failed)
     except ImportError as error:

@@ -5,7 +5,8 @@ and ``skill`` are what the probe command shows. (probe_cost.py measures the
 hook of the selection itself, and knows its module.)
 """
 
-from mlx_sinks.probing.report import by_layer, skill
+from mlx_sinks.probing.report import by_layer
+from mlx_sinks.probing.skill import skill
 from mlx_sinks.sparse.selection import watching
 
 __all__ = ["by_layer", "skill", "watching"]

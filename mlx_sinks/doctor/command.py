@@ -20,18 +20,19 @@ from ..patches.registry import patched, versions
 from ..policy import Settings, SinkPolicy
 from ..probing.command import record
 from ..probing.reading import Reading
-from ..probing.report import by_layer, labels, skill, suspects
+from ..probing.report import by_layer
+from ..probing.skill import labels, skill, suspects
 from ..sparse.schedule import SHARED, CheckpointError, indexer_interleaves
 from ..variable import QUIET_VARIABLE, VARIABLE
 from .checkpoint_files import Checkpoint, read_checkpoint
 from .diagnosis import (
+    NOT_EXAMINED,
     NOT_PROBED,
     Use,
     Verdict,
     command_of,
     index_topk_of,
     of_checkpoint,
-    of_installation,
     of_probe,
     schedule_of,
 )
@@ -41,34 +42,31 @@ from .places import Place, examine
 def run(
     settings: Settings,
     *,
-    model: str | None,
+    model: str,
     context: int | None,
     max_kv_size: int | None,
     reading: Reading | None,
+    all_places: bool,
     as_json: bool,
     out: Path | None,
 ) -> int:
     """Examine, print, and write to a folder.
 
     Given a reading, it probes the model too. It returns the exit status: 1 where
-    something is wrong, 2 where the probe couldn't look.
+    something is wrong, 2 where the probe couldn't look, 3 where the model is of no kind
+    that the doctor knows.
     """
     os.environ[QUIET_VARIABLE] = "1"  # trying a patch isn't using it
     errors = Console(stderr=True)
     with errors.status("Looking …"):
-        checkpoint = model and read_checkpoint(model)
+        checkpoint = read_checkpoint(model)
         places = examine(settings)
-        if checkpoint:
-            use = Use(context, max_kv_size)
-            verdicts = of_checkpoint(checkpoint, places, settings, use)
-        else:
-            verdicts = of_installation(places, settings)
+        use = Use(context, max_kv_size)
+        verdicts = of_checkpoint(checkpoint, places, settings, use)
     if reading:
-        # The probe decides whether the model is healthy: headers alone can't.
-        verdicts = [verdict for verdict in verdicts if verdict.cause != "healthy"]
-        verdicts += _probe(reading, checkpoint, places, settings, errors)
+        verdicts = _with_probe(verdicts, reading, checkpoint, places, settings, errors)
+    causes = {verdict.cause for verdict in verdicts}
     wrong = any(verdict.wrong for verdict in verdicts)
-    unseen = any(verdict.cause == NOT_PROBED for verdict in verdicts)
     result = {
         "versions": versions(),
         "python": platform.python_version(),
@@ -76,7 +74,7 @@ def run(
         "on": sorted(place.target for place in places if place.on),
         "policy": _policy(settings, checkpoint),
         "places": [{**asdict(place), "open": place.open} for place in places],
-        "model": checkpoint and facts(checkpoint),
+        "model": facts(checkpoint),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "wrong": wrong,
     }
@@ -84,10 +82,12 @@ def run(
     if as_json:
         sys.stdout.write(written)
     else:
-        _show(result, places, verdicts, Console())
+        _show(result, places if all_places else [], verdicts, Console())
     if out:
         (out / "doctor.json").write_text(written)
-    return 2 if unseen else int(wrong)
+    if NOT_PROBED in causes:
+        return 2
+    return 1 if wrong else 3 * (NOT_EXAMINED in causes)
 
 
 def _policy(settings: Settings, checkpoint: Checkpoint | None) -> str | None:
@@ -125,7 +125,8 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _probe(
+def _with_probe(
+    verdicts: list[Verdict],
     reading: Reading,
     checkpoint: Checkpoint,
     places: list[Place],
@@ -133,9 +134,12 @@ def _probe(
     errors: Console,
 ) -> list[Verdict]:
     """Run as the shell's commands would, and look at what is selected."""
-    if not checkpoint.selects:
+    causes = {verdict.cause for verdict in verdicts}
+    if not checkpoint.selects and NOT_EXAMINED not in causes:
         sentence = "it has no indexers that --probe could look at"
-        return [Verdict("nothing selects", False, sentence)]
+        return [*verdicts, Verdict("nothing selects", False, sentence)]
+    # The probe decides whether the model is healthy: headers alone can't.
+    rest = [v for v in verdicts if v.cause not in ("healthy", NOT_EXAMINED)]
     policy = settings.policy
     there = {place.target for place in places if place.installed}
     targets = there.intersection(settings.targets)
@@ -143,11 +147,11 @@ def _probe(
         with patched(policy, targets) if policy else nullcontext():
             seen, _ = record(reading, policy or SinkPolicy(), errors)
     except (OSError, ValueError) as error:
-        return [Verdict(NOT_PROBED, False, str(error))]
+        return [*verdicts, Verdict(NOT_PROBED, False, str(error))]
     means, names = by_layer(seen), labels(seen.layers)
     skills = dict(zip(names, skill(means).tolist()))
     sick = [names[number] for number in suspects(means)]
-    return of_probe(sick, skills, settings, command_of(checkpoint))
+    return [*of_probe(sick, skills, settings, command_of(checkpoint)), *rest]
 
 
 def _show(
@@ -156,37 +160,40 @@ def _show(
     verdicts: list[Verdict],
     console: Console,
 ) -> None:
-    console.print(
-        f"{result['versions']}, Python {result['python']}, {result['device']}; "
-        f"{VARIABLE}: {result['policy'] or 'off'}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    table = Table(title="Places that are known to lose sinks")
-    for heading in ("target", "stock", "with mlx-sinks", "in this shell"):
-        table.add_column(heading)
-    for place in places:
-        table.add_row(place.target, *map(escape, _in_short(place)))
-    console.print(table)
-    if result["model"]:
-        line = _in_words(result["model"])
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    fixes_after = [verdict.fix for verdict in verdicts[1:]] + [None]
-    for verdict, next_fix in zip(verdicts, fixes_after):
+    """The verdicts first, a sentence each, then what mends them, then the facts."""
+    for verdict in verdicts:
         cause, sentence = escape(verdict.cause), escape(verdict.sentence)
         lines = f"{_sign(verdict)} [bold]{cause}[/bold]: {sentence}"
-        if verdict.fix and verdict.fix != next_fix:  # what mends both is said once
-            lines += f"\n  {escape(verdict.fix)}"
-        console.print(lines, highlight=False, soft_wrap=True)
+        console.print(lines, highlight=False)
+    for fix in dict.fromkeys(verdict.fix for verdict in verdicts if verdict.fix):
+        # A command is pasted: it stays on its line.
+        console.print(f"  → {escape(fix)}", highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_in_words(result["model"]), markup=False, highlight=False)
+    about = (
+        f"{result['versions']}, Python {result['python']}, {result['device']}; "
+        f"{VARIABLE}: {result['policy'] or 'off'}"
+    )
+    console.print(about, highlight=False, style="dim")
+    if places:
+        table = Table(title="Places that are known to lose sinks")
+        for heading in ("target", "stock", "with mlx-sinks", "in this shell"):
+            table.add_column(heading)
+        for place in places:
+            table.add_row(place.target, *map(escape, _in_short(place)))
+        console.print(table)
+    else:
+        console.print("--all shows all places known to lose sinks", style="dim")
 
 
 def _in_short(place: Place) -> tuple[str, str, str]:
     """The cells of a place: in stock mlx-lm, with its patch, and in this shell."""
     if not place.installed:
         return f"{place.package} is not installed", "—", "—"
+    mended = "mended" if place.cured else "no patch"
     return (
-        "; ".join(place.faults) or "not affected",
-        "refused" if place.refused else "mended" if place.cured else "no patch",
+        "; ".join(place.faults) or "no fault",
+        "refused" if place.refused else mended if place.faults else "adds a budget",
         "on" if place.on else "off",
     )
 
@@ -194,6 +201,8 @@ def _in_short(place: Place) -> tuple[str, str, str]:
 def _sign(verdict: Verdict) -> str:
     if verdict.wrong:
         return "[red]✗[/red]"
+    if verdict.cause in (NOT_EXAMINED, NOT_PROBED):
+        return "[yellow]?[/yellow]"
     return "[green]✓[/green]" if "healthy" in verdict.cause else "•"
 
 

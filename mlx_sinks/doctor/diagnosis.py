@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import json
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +22,15 @@ from ..sparse.schedule import (
     indexer_interleaves,
     indexer_schedule,
 )
+from ..sparse.selectors import selecting_layers
 from ..variable import VARIABLE
 from .checkpoint_files import Checkpoint
+from .classes import NotBuilt, arguments, built, unreadable_quantisation
 from .places import Place
 
 # The fewest bits that docs/causes.md has measured.
 FEWEST_BITS = 4
-NOT_PROBED = "not probed"
+NOT_PROBED, NOT_EXAMINED = "not probed", "not examined"
 
 
 @dataclass(frozen=True)
@@ -68,26 +71,17 @@ class Use:
     max_kv_size: int | None = None
 
 
-def of_installation(places: list[Place], settings: Settings) -> list[Verdict]:
-    """What loses sinks in this installation, whatever the model."""
-    found = [
-        Verdict(
-            place.target, True, f"{place.module}: {_all(place)}", _fix(place, settings)
-        )
-        for place in places
-        if place.open
-    ]
-    return found or [Verdict("healthy", False, "nothing here loses a sink")]
-
-
 def of_checkpoint(
     checkpoint: Checkpoint, places: list[Place], settings: Settings, use: Use
 ) -> list[Verdict]:
     """What is wrong when this checkpoint runs from this shell."""
     affected = {place.target: place for place in places if place.open}
     command = command_of(checkpoint)
-    found: list[Verdict] = []
-    if checkpoint.selects:
+    found = [*_loading(checkpoint)]
+    unknown = None if checkpoint.selects else _not_examined(checkpoint)
+    if unknown:
+        found.append(unknown)
+    elif checkpoint.selects:
         fixes = {
             name: _fix(place, settings, command) for name, place in affected.items()
         }
@@ -102,12 +96,15 @@ def of_checkpoint(
         found += _window(affected.get("rotating"), settings, use, command)
     if place := affected.get("snapkv"):
         found.append(Verdict("snapkv", True, _all(place), _fix(place, settings)))
-    if any(verdict.wrong for verdict in found):
-        return found
-    sentence = f"nothing is known to lose a sink in this {checkpoint.kind}"
-    if checkpoint.selects:
-        sentence += "; only --probe tells whether its indexers choose well"
-    return [*found, Verdict("healthy", False, sentence)]
+    if unknown or any(verdict.wrong for verdict in found):
+        return sorted(found, key=lambda verdict: not verdict.wrong)
+    sentence = (
+        "every selection keeps its sinks; only --probe tells whether its indexers "
+        "choose well"
+        if checkpoint.selects
+        else f"no layer of mlx-lm's {checkpoint.kind} selects keys"
+    )
+    return [Verdict("healthy", False, sentence), *found]
 
 
 def command_of(checkpoint: Checkpoint) -> str:
@@ -132,6 +129,85 @@ def of_probe(
             f"right weights; {_softened(settings, command)}",
         )
     ]
+
+
+def _loading(checkpoint: Checkpoint) -> Iterator[Verdict]:
+    """What keeps this mlx-lm from loading the weights, or from reading them right."""
+    if checkpoint.own_code is None:
+        with suppress(NotBuilt):
+            yield from _dropped_rope(checkpoint.config)
+        with suppress(NotBuilt):
+            if quantised := unreadable_quantisation(checkpoint):
+                yield Verdict(
+                    "quantisation",
+                    True,
+                    f"its weights are quantised by {quantised}, which this mlx-lm "
+                    "can't load",
+                    "a copy in BF16, or one that mlx_lm.convert has written",
+                )
+
+
+def _dropped_rope(config: Mapping[str, Any]) -> Iterator[Verdict]:
+    """Compare the rotary embedding in rope_parameters with what mlx-lm reads.
+
+    transformers 5 writes the key for every kind; in mlx-lm some kinds read it.
+    """
+    stated = config.get("rope_parameters")
+    theta = stated.get("rope_theta") if isinstance(stated, Mapping) else None
+    read = arguments(config)
+    if not isinstance(theta, (int, float)) or hasattr(read, "rope_parameters"):
+        return
+    drops_type = stated.get("rope_type", "default") != "default" and not getattr(
+        read, "rope_scaling", None
+    )
+    if getattr(read, "rope_theta", theta) != theta or drops_type:
+        scaling = {key: each for key, each in stated.items() if key != "rope_theta"}
+        more = f' and "rope_scaling": {json.dumps(scaling)}' if drops_type else ""
+        yield Verdict(
+            "RoPE dropped",
+            True,
+            f"config.json has rope_theta {theta:,} in rope_parameters, which mlx-lm's "
+            f"{config['model_type']} doesn't read: it rotates with "
+            f"{getattr(read, 'rope_theta', None)}",
+            f'in config.json "rope_theta": {theta}{more}',
+        )
+
+
+def _not_examined(checkpoint: Checkpoint) -> Verdict | None:
+    """Why nobody can say from here whether a model loses sinks."""
+    hints = checkpoint.mentions_selection
+    name = shlex.quote(checkpoint.name)
+    if checkpoint.own_code is not None:
+        return Verdict(
+            NOT_EXAMINED,
+            False,
+            f"its folder brings code of its own ({checkpoint.own_code}), which "
+            "mlx-sinks neither reads nor reaches",
+            f"mlx-sinks doctor --probe --trust-remote-code {name}",
+        )
+    hint = f"; it mentions {', '.join(hints[:4])}" if hints else ""
+    try:
+        model = built(checkpoint.config)
+    except NotBuilt as error:
+        sentence = f"this mlx-lm builds no {checkpoint.kind} ({error}){hint}"
+        return Verdict(NOT_EXAMINED, False, sentence)
+    selecting = selecting_layers(model)
+    if selecting:
+        kinds = {type(part) for part in selecting.values()}
+        whose = ", ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+        return Verdict(
+            NOT_EXAMINED,
+            False,
+            f"{len(selecting)} of its layers select keys by {whose}, for which "
+            "mlx-sinks has no target",
+        )
+    if hints:
+        return Verdict(
+            NOT_EXAMINED,
+            False,
+            f"no layer of mlx-lm's {checkpoint.kind} selects keys{hint}",
+        )
+    return None
 
 
 def _schedule(checkpoint: Checkpoint, use: Use, fix: str | None) -> Iterator[Verdict]:
@@ -195,10 +271,11 @@ def _rope(checkpoint: Checkpoint, fix: str | None) -> Iterator[Verdict]:
     config = checkpoint.config
     try:
         wanted = indexer_interleaves(config)
-        indexer = indexer_of(config)
+        indexer = Indexer(arguments(config))
         stock = rotates_neighbours(indexer)
     except Exception as error:  # whatever upstream raises for what stands there
-        reason = f"{type(error).__name__}: {error}"
+        kind = "" if isinstance(error, NotBuilt) else f"{type(error).__name__}: "
+        reason = f"{kind}{error}"
         yield Verdict(
             "configuration",
             True,
@@ -233,12 +310,6 @@ def _rope(checkpoint: Checkpoint, fix: str | None) -> Iterator[Verdict]:
             f"config.json says {ROPE_KEY}={wanted}; a {checkpoint.kind} usually has "
             f"{not wanted}. mlx-sinks probe tells whether its indexers choose well",
         )
-
-
-def indexer_of(config: Mapping[str, Any]) -> Indexer:
-    """An indexer as this mlx-lm builds it for a checkpoint."""
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    return Indexer(module.ModelArgs.from_dict(config))
 
 
 def _formats(checkpoint: Checkpoint) -> Iterator[Verdict]:

@@ -9,19 +9,10 @@ import numpy as np
 
 from ..policy import SinkPolicy
 from .coverage import METRICS
+from .picture import draw
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# As tables and pictures show them.
-HEADINGS = {
-    "mass": "mass covered",
-    "mass_guaranteed": "with the guarantee",
-    "mass_best": "at best",
-    "mass_chance": "by chance",
-    "sinks_kept": "sinks kept",
-    "recency_kept": "recency kept",
-}
 
 
 class ProbeError(ValueError):
@@ -113,7 +104,7 @@ class Recording:
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def plot(self, title: str | None = None) -> Figure:
-        """Heat maps of the metrics, layers by position; ``savefig`` writes a file.
+        """Heat maps of skill and metrics by layer and position; ``savefig`` writes it.
 
         Raises
         ------
@@ -122,27 +113,6 @@ class Recording:
         ProbeError
             As from ``metric``.
         """
-        from matplotlib.figure import Figure
-
-        panels = {
-            heading: self.metric(name)
-            for name, heading in HEADINGS.items()
-            if name != "mass_chance"
-        }
-        figure = Figure(figsize=(4 * len(panels), 5), layout="constrained")
-        figure.suptitle(title or str(self.policy), parse_math=False)
-        all_axes = figure.subplots(1, len(panels), sharey=True)
-        for axes, (heading, values) in zip(all_axes, panels.items()):
-            axes.set_title(heading)
-            axes.set_xlabel("position")
-            image = axes.pcolormesh(
-                [*self.blocks, self.blocks[-1] + self.block],
-                np.arange(len(self.layers) + 1) - 0.5,
-                values,
-                vmin=0,
-                vmax=1,
-            )
-        all_axes[0].set_ylabel("layer")
-        all_axes[0].invert_yaxis()
-        figure.colorbar(image, ax=all_axes, label="share")
-        return figure
+        metrics = {name: self.metric(name) for name in METRICS}
+        title = title or str(self.policy)
+        return draw(self.layers, self.blocks, self.block, metrics, title)

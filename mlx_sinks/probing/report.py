@@ -9,11 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .coverage import METRICS
-from .recording import HEADINGS, Recording
-
-# Skill below which a layer is named: docs/causes.md has the figures of trained, damaged
-# and random indexers.
-HEALTHY = 0.75
+from .picture import HEADINGS
+from .recording import Recording
+from .skill import HEALTHY, labels, over_blocks, skill, suspects, worst_first
 
 
 def as_dict(recording: Recording) -> dict[str, Any]:
@@ -37,49 +35,7 @@ def as_dict(recording: Recording) -> dict[str, Any]:
 
 def by_layer(recording: Recording) -> dict[str, np.ndarray]:
     """Each of ``METRICS`` averaged over the blocks seen, shape (layers,), or NaN."""
-    return {
-        name: np.ma.masked_invalid(recording.metric(name)).mean(axis=1).filled(np.nan)
-        for name in METRICS
-    }
-
-
-def skill(means: dict[str, np.ndarray]) -> np.ndarray:
-    """How well each layer's indexer chooses, shape (layers,).
-
-    0 where its columns cover as much attention as columns picked blindly, 1 where they
-    cover as much as the best ones. Unlike the mass it doesn't depend on the length of
-    the text. NaN where nothing was seen.
-    """
-    possible = means["mass_best"] - means["mass_chance"]
-    return (means["mass"] - means["mass_chance"]) / possible
-
-
-def suspects(means: dict[str, np.ndarray]) -> list[int]:
-    """Layers whose indexer has a skill below ``HEALTHY``, the worst first.
-
-    A skill of NaN, from attention that is NaN itself, counts as the worst. Layers of
-    which nothing was seen aren't named.
-    """
-    skills, seen = skill(means), ~np.isnan(means["mass_chance"])
-    return [n for n in worst_first(skills) if seen[n] and not skills[n] >= HEALTHY]
-
-
-def worst_first(skills: np.ndarray) -> list[int]:
-    """Numbers of the layers in the order of their skill; NaN comes first."""
-    return np.argsort(np.nan_to_num(skills, nan=-np.inf), kind="stable").tolist()
-
-
-def labels(names: list[str]) -> list[str]:
-    """Names without the beginning and end that all share, where they are equally deep.
-
-    For layers of one kind their number is left: ``7`` of ``model.layers.7.self_attn``.
-    """
-    parts = [name.split(".") for name in names]
-    distinct = [n for n, column in enumerate(zip(*parts)) if len(set(column)) > 1]
-    same_depth = len({len(part) for part in parts}) == 1
-    if not (same_depth and distinct):
-        return names
-    return [".".join(part[distinct[0] : distinct[-1] + 1]) for part in parts]
+    return {name: over_blocks(recording.metric(name)) for name in METRICS}
 
 
 def show(recording: Recording, console: Console, worst: int = 5) -> None:
@@ -92,7 +48,8 @@ def show(recording: Recording, console: Console, worst: int = 5) -> None:
         f"{recording.queries} queries past index_topk; {recording.policy}.",
     )
     for heading in ("layer", "skill", *HEADINGS.values()):
-        table.add_column(heading, justify="right")
+        longest = max(map(len, heading.split()))
+        table.add_column(heading, justify="right", min_width=longest)
 
     def add(name: str, skill: float, figures: dict[str, float]) -> None:
         cells = [f"{figures[key]:.1%}" for key in HEADINGS]
@@ -106,7 +63,7 @@ def show(recording: Recording, console: Console, worst: int = 5) -> None:
     console.print(table)
     total = f"{len(sick)} of {len(names)} layers"
     verdict = (
-        f"{total} have no skill of {HEALTHY}, worst first: "
+        f"{total} have a skill below {HEALTHY}, worst first: "
         + ", ".join(names[number] for number in sick)
         if sick
         else f"Every layer has a skill of at least {HEALTHY}"

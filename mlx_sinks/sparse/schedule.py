@@ -100,13 +100,15 @@ def _whole(config: Mapping[str, Any], name: str, otherwise: int) -> int:
 
 
 def whole(name: str, number: Any, least: int = 0) -> int:
-    """Check a count that a configuration gives.
+    """Check a count that a configuration gives; some writers have 4.0 for 4.
 
     Raises
     ------
     CheckpointError
         It isn't a whole number of at least ``least``.
     """
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise CheckpointError(
             f"{name} must be a whole number >= {least}, not {number!r}"

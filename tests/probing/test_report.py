@@ -7,6 +7,7 @@ import pytest
 
 from mlx_sinks import Recording, SinkPolicy
 from mlx_sinks.probing import report
+from mlx_sinks.probing import skill as choosing
 from mlx_sinks.probing.coverage import METRICS
 
 
@@ -42,19 +43,19 @@ def test_by_layer_is_the_average_over_blocks():
 
 def test_skill_is_0_by_chance_and_1_at_best():
     means = report.by_layer(recording_of([[0.1, 0.1], [0.9, 0.9], [0.5, 0.5]]))
-    np.testing.assert_allclose(report.skill(means), [0, 1, 0.5], atol=1e-6)
+    np.testing.assert_allclose(choosing.skill(means), [0, 1, 0.5], atol=1e-6)
 
 
 def test_suspects_are_below_healthy_and_the_worst_comes_first():
-    skills = [0.5, 1.0, report.HEALTHY + 0.01, -0.1, report.HEALTHY - 0.01]
+    skills = [0.5, 1.0, choosing.HEALTHY + 0.01, -0.1, choosing.HEALTHY - 0.01]
     masses = [[0.1 + 0.8 * skill] for skill in skills]
     means = report.by_layer(recording_of(masses, layers=5))
-    assert report.suspects(means) == [3, 0, 4]
+    assert choosing.suspects(means) == [3, 0, 4]
 
 
 def test_a_layer_that_was_not_seen_is_no_suspect():
     means = report.by_layer(recording_of([[0.5], [None], [0.9]]))
-    assert report.suspects(means) == [0]
+    assert choosing.suspects(means) == [0]
 
 
 @pytest.mark.parametrize(
@@ -66,13 +67,13 @@ def test_a_layer_that_was_not_seen_is_no_suspect():
     ],
 )
 def test_labels_are_what_names_do_not_share(names, short):
-    assert report.labels(names) == short
+    assert choosing.labels(names) == short
 
 
 @pytest.mark.parametrize(
     "names", [["model.layers.7.self_attn"], ["mtp.attn", "model.layers.3.attn"]]
 )
 def test_labels_tell_layers_apart_whatever_their_names(names):
-    labels = report.labels(names)
+    labels = choosing.labels(names)
     assert len(set(labels)) == len(names)
     assert all(label and label in name for label, name in zip(labels, names))
