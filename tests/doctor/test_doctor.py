@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -570,3 +571,21 @@ def test_a_large_checkpoint_is_read_by_its_headers(monkeypatch, doctor, tmp_path
 def test_apply_and_install_still_work_after_it(doctor, folders):
     doctor("--model", folders["glm"])
     assert mlx_sinks.install(targets=["dsa"])
+
+
+@pytest.mark.parametrize("colour", [{}, {"FORCE_COLOR": "1"}])
+@pytest.mark.parametrize("name", ["glm", "shared", "made up", "3-bit", "llama", "qwen"])
+def test_a_page_fits_a_terminal(folders, name, colour):
+    """The verdict comes first; only what can be pasted may go past the edge."""
+    words = ("doctor", folders[name], "--all")
+    outcome = run(command("mlx-sinks"), *words, COLUMNS="80", **colour)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", outcome.stdout)
+    assert (plain != outcome.stdout) == bool(colour)
+    first, *lines = plain.splitlines()
+    assert first[0] in "✓✗?"
+    assert [line for line in lines if len(line) > 80 and "→" not in line] == []
+    assert "…" not in plain
+
+
+def test_the_model_is_named_in_either_way(folders, doctor):
+    assert doctor(folders["glm"]) == doctor("--model", folders["glm"])
