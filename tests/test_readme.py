@@ -75,7 +75,11 @@ def test_each_command_is_of_a_kind_that_is_tested_below():
     known += ("mlx-sinks run mlx_lm.server ", "mlx-sinks probe ", "python bench/")
     known += ("mlx-sinks run --kv-budget ",)
     known += ('LD_PRELOAD="" python bench/indexer_speed.py ',)
-    known += ("mlx-sinks doctor", "mlx.launch ")  # tests/end_to_end has the latter
+    known += (
+        "mlx-sinks status",
+        "mlx-sinks doctor",
+        "mlx.launch ",
+    )  # tests/end_to_end has the latter
     assert [line for line in COMMANDS if not line.startswith(known)] == []
 
 
@@ -119,6 +123,8 @@ def test_a_budget_through_mlx_sinks_run(windowed, tmp_path):
 
 
 def test_the_doctor(checkpoint, windowed):
+    (line,) = commands("mlx-sinks status")
+    assert "off: MLX_SINKS is unset" in shell(line).stdout
     for line in commands("mlx-sinks doctor"):
         named = line.replace(CHECKPOINT, str(checkpoint))
         result = shell(named.replace(WINDOWED, str(windowed)))
@@ -128,14 +134,20 @@ def test_the_doctor(checkpoint, windowed):
 
 
 def test_what_the_doctor_says_is_as_shown(tmp_path):
-    (shown,) = re.findall(r"^```\n(/models.*?)^```", README, re.M | re.S)
+    (shown,) = re.findall(r"^```\n(✗.*?)^```", README, re.M | re.S)
     facts = small_models.glm52()
     left_out = small_models.shared_layers(facts)
-    folder = small_models.write_folder(
-        tmp_path / "model", "glm_moe_dsa", 2048, bits=4, without=left_out, **facts
+    small_models.write_folder(
+        tmp_path / "GLM-5.2-4bit",
+        "glm_moe_dsa",
+        2048,
+        bits=4,
+        without=left_out,
+        **facts,
     )
-    said = shell(f"mlx-sinks doctor --model {folder}").stdout
-    assert said.endswith(shown.replace("/models/GLM-5.2-4bit", str(folder)))
+    said = shell(f"cd {tmp_path}; mlx-sinks doctor GLM-5.2-4bit").stdout
+    lines = [line.rstrip() for line in said.splitlines()]
+    assert "\n".join(lines).startswith(shown)
 
 
 def test_the_extras_of_the_installation_exist():

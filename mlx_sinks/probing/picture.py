@@ -56,7 +56,7 @@ def draw(
     panels = {"skill": skill(metrics)}
     panels |= {HEADINGS[name]: metrics[name] for name in METRICS if name in _DRAWN}
     sick = set(suspects({name: over_blocks(each) for name, each in metrics.items()}))
-    height = max(2.5, 0.12 * len(layers))
+    height = min(max(2.5, 0.09 * len(layers)), 6)
     figure = Figure(figsize=(11, 1.2 + 2 * (height + 0.6)), layout="constrained")
     named = f"{len(sick)} of {len(layers)} layers have a skill below {HEALTHY}"
     figure.suptitle(f"{title}\n{named} (red)" * bool(sick) or title, parse_math=False)
@@ -73,14 +73,14 @@ def draw(
         )
     names = labels(layers)
     every = max(1, len(layers) // 30)
-    shown = sorted({*range(0, len(layers), every), *sick} if len(sick) < 40 else sick)
+    shown = sorted({*range(0, len(layers), every), *(sick if len(sick) < 40 else ())})
     for axes in (all_axes[0], all_axes[3]):
         axes.set_ylabel("layer")
         axes.set_yticks(shown, [names[number] for number in shown], fontsize=7)
         for number, label in zip(shown, axes.get_yticklabels()):
             label.set_color("red" if number in sick else "black")
     all_axes[0].invert_yaxis()
-    figure.colorbar(image, ax=all_axes, label="share")
+    figure.colorbar(image, ax=all_axes, label="share", shrink=0.4, aspect=30)
     return figure
 
 

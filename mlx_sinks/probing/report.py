@@ -47,9 +47,11 @@ def show(recording: Recording, console: Console, worst: int = 5) -> None:
         caption=f"The layers of least skill: 0 is a blind choice, 1 the best one. "
         f"{recording.queries} queries past index_topk; {recording.policy}.",
     )
-    for heading in ("layer", "skill", *HEADINGS.values()):
-        longest = max(map(len, heading.split()))
-        table.add_column(heading, justify="right", min_width=longest)
+    for heading in ("layer", "skill"):
+        table.add_column(heading, justify="right")
+    for heading in HEADINGS.values():  # in 80 columns, no word cut
+        width = max(len("100.0%"), *map(len, heading.split()))
+        table.add_column(heading, justify="right", width=width)
 
     def add(name: str, skill: float, figures: dict[str, float]) -> None:
         cells = [f"{figures[key]:.1%}" for key in HEADINGS]

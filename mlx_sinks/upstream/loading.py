@@ -36,7 +36,7 @@ def load_model(
             reason = (
                 f"can't load {path}: layers without an indexer share another's, which "
                 f"stock mlx-lm doesn't know. Set {VARIABLE}=1; if that is not it, "
-                "mlx-sinks doctor --model says more"
+                "mlx-sinks doctor MODEL says more"
             )
         if not trust_remote_code and "trust_remote_code" in reason:
             reason += " (on the command line: --trust-remote-code)"

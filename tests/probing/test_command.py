@@ -41,6 +41,7 @@ def test_it_says_what_it_does_and_what_it_wrote(folder, probed):
 def test_its_table_fits_a_terminal(probed):
     lines = probed[0].stdout.splitlines()
     assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line[0] == "│" != line[-1]] == []
     assert "…" not in probed[0].stdout
     assert "guarantee" in probed[0].stdout
     assert "a skill below 0.75, worst first: " in probed[0].stdout
