@@ -212,23 +212,40 @@ def _why_unfit(cache: Any) -> str | None:
         return None
     if type(cache) in (upstream.KVCache, upstream.BatchKVCache):
         return "other layers read its cache"
-    return f"its cache is a {type(cache).__name__}"
+    name = type(cache).__name__
+    return f"its cache is {'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-def out_of_budget(caches: list[Any]) -> dict[int, str]:
-    """Layers that no budget can reach, by the kind of their cache, and why."""
-    return {
-        layer: reason
-        for layer, cache in enumerate(caches)
-        if (reason := _why_unfit(cache))
-    }
+def out_of_budget(model: nn.Module, caches: list[Any]) -> dict[int, str]:
+    """Layers that no budget can reach, and why, by the kind of cache and attention.
+
+    A step of two tokens shows what each layer's attention reads. MLX computes nothing
+    of it, since nobody looks at the result.
+    """
+    tried = fresh_caches(model)
+    make_compactable(model, tried)
+    with observing(tried, SnapKV(1).window_size):
+        observed(model)(mx.zeros((1, 2), mx.int32), cache=tried)
+    whole = {}
+    for layer, cache in enumerate(caches):
+        if type(cache) is upstream.KVCache and isinstance(tried[layer], CompactCache):
+            cache = tried[layer]
+        unfit = cache.attention.unfit if isinstance(cache, _KINDS) else None
+        if reason := _why_unfit(cache) or unfit:
+            whole[layer] = reason
+    return whole
 
 
 def warn_of_skipped(caches: list[Any], method: SnapKV) -> None:
-    """Warn of layers that a budget should have reached, by what their cache held."""
-    whole = skipped_layers(caches, method)
-    for layer in out_of_budget(caches):
-        del whole[layer]
+    """Warn of layers that a budget should have reached, by what their cache held.
+
+    Those that it can't reach are in the model's line.
+    """
+    whole = {
+        layer: reason
+        for layer, reason in skipped_layers(caches, method).items()
+        if isinstance(caches[layer], _KINDS) and caches[layer].attention.unfit is None
+    }
     if whole:
         warn(
             f"{len(whole)} of {len(caches)} layers are left whole in spite of the "

@@ -76,8 +76,12 @@ class RotatingPatch(Patch):
         if size is None or len(windows) == layers:
             return Reach(kept) if kept else None
         others = kinds(cache for cache in use.caches if cache not in windows)
-        reached = f"{len(windows)} of its {layers} layers" if windows else "no layer"
-        return Reach(kept, f"a window of {size:,} tokens reaches {reached} ({others})")
+        missed = (
+            "the window leaves the others as they are"
+            if windows
+            else f"a window of {size:,} tokens reaches no layer"
+        )
+        return Reach(kept, f"{missed} ({others})")
 
     def _window(self, cache: Any, size: int | None) -> Window | None:
         """The window of a cache that keeps first tokens, or has a size asked for."""

@@ -75,17 +75,14 @@ class SnapKVPatch(Patch):
         return True
 
     def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
-        caches, layers = [*use.caches], len(use.caches)
-        make_compactable(use.model, caches)
-        whole = out_of_budget(caches)
-        reached = layers - len(whole)
-        kept = f"{self.keeps(policy)}, in {reached} of {layers} layers"
-        missed = (
-            f"the budget of {policy.kv_budget:,} rows reaches "
-            f"{f'{reached} of its {layers} layers' if reached else 'no layer'} "
-            f"({counted(whole)})"
-        )
-        return Reach(kept * bool(reached), missed * bool(whole))
+        whole = out_of_budget(use.model, use.caches)
+        reached, total = len(use.caches) - len(whole), len(use.caches)
+        if not reached:
+            missed = f"the budget of {policy.kv_budget:,} rows reaches no layer"
+            return Reach(missed=f"{missed} ({counted(whole)})")
+        kept = f"{self.keeps(policy)}, in {reached} of {total} layers"
+        missed = f"the budget leaves the others whole ({counted(whole)})"
+        return Reach(kept, missed * bool(whole))
 
     def self_check(self, module: ModuleType) -> str | None:
         for function, names in _ARGUMENTS.items():

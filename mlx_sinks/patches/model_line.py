@@ -69,17 +69,19 @@ class ModelLine(Patch):
             self.tell(loaded[0], [])
         return loaded
 
-    def _generate(self, policy, upstream, model, *arguments, **named):
-        draft, size = named.get("draft_model"), named.get("max_kv_size")
-        if draft is not None:
+    def _generate(self, policy, upstream, *arguments, **named):
+        given = _by_name(upstream, arguments, named)
+        size = given.get("max_kv_size")
+        if given.get("draft_model") is not None:
             size = None  # upstream's speculation has no window
-            self._before(draft, None, None)
-        self._before(model, named.get("prompt_cache"), size)
-        return upstream(model, *arguments, **named)
+            self._before(given["draft_model"], None, None)
+        self._before(given.get("model"), given.get("prompt_cache"), size)
+        return upstream(*arguments, **named)
 
-    def _batch_generator(self, policy, upstream, generator, model, *arguments, **named):
-        self._before(model, None, named.get("max_kv_size"))
-        return upstream(generator, model, *arguments, **named)
+    def _batch_generator(self, policy, upstream, *arguments, **named):
+        given = _by_name(upstream, arguments, named)
+        self._before(given.get("model"), None, given.get("max_kv_size"))
+        return upstream(*arguments, **named)
 
     def _before(
         self, model: Any, caches: list[Any] | None, max_kv_size: int | None
@@ -150,6 +152,17 @@ class ModelLine(Patch):
             for kind, count in kinds.items()
             for whose, help in [_whose(kind)]
         ]
+
+
+def _by_name(
+    function: Callable, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
+    """A call's arguments, however they were given."""
+    parameters = inspect.signature(function).parameters.values()
+    names = (
+        each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD
+    )
+    return {**dict(zip(names, arguments)), **named}
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -234,7 +234,8 @@ def test_models_with_windows_of_their_own_are_left():
         make_prompt_cache(sliding)
         make_prompt_cache(sliding, 20)
     assert f"{NOTHING}, and 1 sliding layer stay as trained" in lines[0]
-    assert "a window of 20 tokens reaches 1 of its 2 layers (1 Rotating" in lines[1]
+    kept = "keeping 4 sinks in a window of 20 tokens, in 1 of 2 layers; the window "
+    assert f"{kept}leaves the others as they are (1 RotatingKVCache) (" in lines[1]
 
 
 def test_models_built_in_python_have_their_line():

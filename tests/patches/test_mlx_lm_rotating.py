@@ -161,7 +161,7 @@ def test_layers_with_caches_of_their_own_are_left_and_named(on):
     )
     with heard() as lines:
         full, own = upstream.make_prompt_cache(sliding, 20)
-    assert re.search("1 of 2 layers.*1 RotatingKVCache", lines[0])
+    assert re.search("in 1 of 2 layers; .* others .*1 RotatingKVCache", lines[0])
     assert (full.max_size, full.keep, own.max_size, own.keep) == (20, 3, 8, 0)
     with heard() as lines:
         upstream.make_prompt_cache(small_models.make(), 20)
