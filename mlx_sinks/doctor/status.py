@@ -141,10 +141,10 @@ def programs_here() -> list[dict[str, object]]:
             how, is_reached = "runs models by code of its own", False
         elif name in reached:
             how, is_reached = "is patched", True
-        elif required & others:
-            how, is_reached = f"uses {min(required & others)}", False
-        elif required & reached:
-            how, is_reached = f"uses {min(required & reached)}", True
+        elif used := required & (others | reached):
+            how = f"uses {' and '.join(sorted(used))}"
+            # True, False, or None where it depends on the package that a model uses.
+            is_reached = None if used & others and used & reached else used <= reached
         else:
             continue
         found.append(
@@ -185,7 +185,7 @@ def _show(result: dict, targets: list[TargetState], console: Console) -> None:
     console.print(table)
     table = Table("program here", "release", "reached", "how")
     for each in result["programs"]:
-        reached = "yes" if each["reached"] else "no"
+        reached = {True: "yes", False: "no", None: "in part"}[each["reached"]]
         cells = (each["name"], each["version"], reached, each["how"])
         table.add_row(*map(escape, cells))
     console.print(table)

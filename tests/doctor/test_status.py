@@ -107,7 +107,7 @@ def test_programs_by_what_they_require_and_carry(others):
         "mlx-lm": True,
         "a-server": True,
         "a-studio": False,
-        "both": False,
+        "both": None,
         "carries": False,
         "mlx-vlm": False,
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import mlx_sinks
+import small_models
 from processes import command, run
 
 HOUSE = Path(mlx_sinks.__file__).parent
@@ -126,19 +127,28 @@ def test_mlx_lm_runs_whatever_the_other_package_is(path, tmp_path):
     assert outcome.status == 0, outcome.stderr
 
 
-def test_the_doctor(path, state):
-    shown = run(command("mlx-sinks"), "doctor", PYTHONPATH=path, COLUMNS="200")
-    asked = run(
-        command("mlx-sinks"), "doctor", "--json", PYTHONPATH=path, MLX_SINKS="1"
+def test_the_doctor_and_the_status(path, state, tmp_path):
+    folder = small_models.write_llama_folder(tmp_path)
+    words = (command("mlx-sinks"), "doctor", folder)
+    shown = run(*words, "--all", PYTHONPATH=path, COLUMNS="200")
+    asked = run(*words, "--json", PYTHONPATH=path, MLX_SINKS="1")
+    assert (shown.status, asked.status) == (0, 0)
+    words = (command("mlx-sinks"), "status", "--json")
+    status = run(*words, PYTHONPATH=path, MLX_SINKS="1")
+    (target,) = (
+        each
+        for each in json.loads(status.stdout)["targets"]
+        if each["name"] == "made_up"
     )
+    known = {"absent": ("not installed", "made-up"), "present": ("on", "made-up 1.5")}
+    untested = "on", "made-up 2.0 (untested)"
+    assert (target["state"], target["release"]) == known.get(state, untested)
     places = {place["target"]: place for place in json.loads(asked.stdout)["places"]}
     place = places["made_up"]
     assert place["installed"] == (state != "absent")
     (row,) = [line for line in shown.stdout.splitlines() if "made_up" in line][:1]
     if state == "absent":
         assert "made-up is not installed" in row and row.count("—") == 2
-        assert asked.status == 0
     else:
         assert (place["cured"], place["on"], place["open"]) == (True, True, False)
         assert "it drops the first token" in row
-        assert (shown.status, asked.status) == (1, 0)
