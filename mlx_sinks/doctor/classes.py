@@ -57,7 +57,7 @@ def _classes(config: Mapping[str, Any]) -> tuple[type, type]:
     try:
         return parameters["get_model_classes"].default(config=dict(config))
     except Exception as error:
-        raise NotBuilt(str(error)) from None
+        raise NotBuilt(str(error).rstrip(".")) from None
 
 
 def unreadable_quantisation(checkpoint: Checkpoint) -> str | None:

@@ -181,11 +181,11 @@ def _not_examined(checkpoint: Checkpoint) -> Verdict | None:
         return Verdict(
             NOT_EXAMINED,
             False,
-            f"its folder brings code of its own ({checkpoint.own_code}), which "
-            "mlx-sinks neither reads nor reaches",
+            f"its folder brings code of its own ({checkpoint.own_code}), which the "
+            "doctor doesn't run",
             f"mlx-sinks doctor --probe --trust-remote-code {name}",
         )
-    hint = f"; it mentions {', '.join(hints[:4])}" if hints else ""
+    hint = f"; it has {', '.join(hints[:4])}" if hints else ""
     try:
         model = built(checkpoint.config)
     except NotBuilt as error:
