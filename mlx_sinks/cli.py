@@ -318,8 +318,8 @@ def _other_interpreter(script: str | None) -> str | None:
         return None
     named = words[0] if words else ""
     is_python = os.path.basename(named).startswith("python")
-    ours = os.path.dirname(named) == os.path.dirname(sys.executable)
-    return named if is_python and not ours else None
+    theirs, ours = map(os.path.realpath, map(os.path.dirname, (named, sys.executable)))
+    return named if is_python and theirs != ours else None
 
 
 def _fail(sentence: str, status: int = 2) -> int:
