@@ -90,6 +90,8 @@ class SinkPolicy:
         ):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole_number(name, given, least, of))
+        if self.kv_budget is not None:
+            check_room("kv_budget", self.kv_budget, self.sinks)
         if self.scoring not in SCORINGS:
             known = " or ".join(SCORINGS)
             raise PolicyError(f"scoring must be {known}, not {self.scoring!r:.42}")
@@ -225,6 +227,10 @@ def _cut(word: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _fit(policy: SinkPolicy, index_topk: int) -> SinkPolicy:
+    if index_topk < 1:
+        raise PolicyError(
+            f"the model's index_topk={index_topk} lets nothing be selected"
+        )
     if policy.sinks >= index_topk:
         raise PolicyError(
             f"sinks={policy.sinks} must be smaller than the model's "
@@ -254,6 +260,27 @@ def whole_number(name: str, value: object, least: int = 0, of: str = "tokens") -
             f"{name} must be a whole number of {of} >= {least}, not {value!r}"
         )
     return count
+
+
+def recent_rows(budget: int) -> int:
+    """Newest rows that a budget keeps by default."""
+    return max(1, budget // 8)
+
+
+def check_room(name: str, budget: int, sinks: int, recent: int | None = None) -> None:
+    """Check that a budget has room for the sinks, the newest rows and one scored row.
+
+    Raises
+    ------
+    PolicyError
+        It has not; the message has the numbers.
+    """
+    recent = recent_rows(budget) if recent is None else recent
+    if budget < (least := sinks + recent + 1):
+        raise PolicyError(
+            f"{name}={budget} has no room: {sinks} sinks, {recent} recent and one "
+            f"scored row are {least}"
+        )
 
 
 def parse_count(name: str, text: str, least: int = 0, of: str = "tokens") -> int:

@@ -250,7 +250,11 @@ POLICIES = st.builds(
     recency=st.integers(0, 999_999_999),
     scoring=st.sampled_from(["blocks", "upstream"]),
     score_memory=st.none() | st.integers(1, 2**20) | st.integers(1, 2**42),
-    kv_budget=st.none() | st.integers(1, 999_999_999),
+)
+WITH_BUDGETS = st.builds(
+    SinkPolicy,
+    sinks=st.integers(0, 99_999),
+    kv_budget=st.integers(200_002, 999_999_999),  # room for all of them
 )
 SOME_OFF = st.sets(st.sampled_from(list(TARGETS))).map(
     lambda names: tuple(name for name in TARGETS if name in names)
@@ -259,7 +263,7 @@ SOME_OFF = st.sets(st.sampled_from(list(TARGETS))).map(
 
 @given(
     st.just(Settings())
-    | st.builds(Settings, st.just(SinkPolicy()) | POLICIES, SOME_OFF)
+    | st.builds(Settings, st.just(SinkPolicy()) | POLICIES | WITH_BUDGETS, SOME_OFF)
 )
 @examples(200)
 def test_the_value_of_settings_is_read_as_those_settings(settings):

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as upstream
 
-from ..upstream.caches import OwnCache, integers, register
+from ..upstream.caches import OwnCache, apart, integers, register
 from .query_window import Observation, QueryWindow
 from .snapkv import SnapKV, window_scores
 
@@ -43,6 +43,9 @@ class _Sequence:
         self.window = self.window.trimmed(self.seen)
 
 
+UNSEEN = "nothing was seen of its attention"
+
+
 @dataclass
 class _Attention:
     """How the layer attends, by its last call of the kernel."""
@@ -50,7 +53,7 @@ class _Attention:
     scale: float = 1.0
     sinks: mx.array | None = None
     # Why its attention can't score the rows; None where it can.
-    unfit: str | None = "nothing was seen of its attention"
+    unfit: str | None = UNSEEN
 
 
 class _Compact(OwnCache):
@@ -157,6 +160,20 @@ class _Compact(OwnCache):
         ValueError
             The trim would reach rows between which tokens were dropped.
         """
+        self.check_trim(n)
+        n = max(0, min(n, max(sequence.seen for sequence in self._sequences)))
+        for sequence in self._sequences:
+            sequence.trim(n)
+        return self._rows.trim(n)
+
+    def check_trim(self, n: int) -> None:
+        """Refuse what ``trim`` refuses, and change nothing.
+
+        Raises
+        ------
+        ValueError
+            As from ``trim``.
+        """
         n = max(0, min(n, max(sequence.seen for sequence in self._sequences)))
         for sequence in self._sequences:
             rows = sequence.seen - sequence.dropped
@@ -165,9 +182,6 @@ class _Compact(OwnCache):
                     f"can't trim {n} tokens: some of them are no longer held since the "
                     "prompt was compacted; prefill anew"
                 )
-        for sequence in self._sequences:
-            sequence.trim(n)
-        return self._rows.trim(n)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4):
         raise ValueError(
@@ -263,11 +277,11 @@ class CompactCache(_Compact):
         numbers += [array is not None for array in extra]
         rows = [] if self.empty() else self.rows()
         held = [array for array in extra if array is not None]
-        return [mx.array(numbers, mx.float32), *held, *rows]
+        return apart([mx.array(numbers, mx.float32), *held, *rows])
 
     @state.setter
     def state(self, state):
-        numbers, *arrays = state
+        numbers, *arrays = apart(state)
         dropped, fixed, end, scale, queries, sinks = numbers.tolist()
         queries = arrays.pop(0) if queries else None
         sinks = arrays.pop(0) if sinks else None

@@ -16,7 +16,7 @@ from ..logger import layers, warn
 from ..policy import whole_number
 from ..upstream.caches import fresh_caches, plain_layers
 from ..upstream.hooks import copied_as, subclass
-from .compact_cache import BatchCompactCache, CompactCache
+from .compact_cache import UNSEEN, BatchCompactCache, CompactCache
 from .observation import observed
 from .snapkv import SnapKV
 
@@ -90,6 +90,7 @@ def compact_prompt_cache(
     ):
         raise ValueError("prompt_cache must be a list with a cache for each layer")
     method = budget if isinstance(budget, SnapKV) else SnapKV(budget)
+    method.check_room()
     tokens = mx.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(
@@ -244,7 +245,8 @@ def warn_of_skipped(caches: list[Any], method: SnapKV) -> None:
     whole = {
         layer: reason
         for layer, reason in skipped_layers(caches, method).items()
-        if isinstance(caches[layer], _KINDS) and caches[layer].attention.unfit is None
+        if isinstance(caches[layer], _KINDS)
+        and caches[layer].attention.unfit in (None, UNSEEN)
     }
     if whole:
         warn(

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..policy import whole_number
+from ..policy import check_room, recent_rows, whole_number
 
 # Scores are compared by their bits. This is the least number above infinity's bits.
 _ABOVE = 0x7F800001
@@ -65,9 +65,21 @@ class SnapKV:
         check("window_size", 1, "queries")
         check("kernel_size", 1, "rows")
         if self.recent_tokens is None:
-            object.__setattr__(self, "recent_tokens", max(1, self.budget // 8))
+            object.__setattr__(self, "recent_tokens", recent_rows(self.budget))
         for name in ("sink_tokens", "recent_tokens", "min_tokens"):
             check(name)
+
+    def check_room(self) -> SnapKV:
+        """These settings, if a cache can be compacted by them.
+
+        Raises
+        ------
+        PolicyError
+            The budget has no room for the sinks, the recent rows and one scored row.
+        """
+        sinks = self.sink_tokens if self.guarantee_sinks else self.floor[0]
+        check_room("budget", self.budget, sinks, self.recent_tokens)
+        return self
 
     def covers(self, rows: int, tokens: int | None = None) -> bool:
         """Whether all rows are kept.

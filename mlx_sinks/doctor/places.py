@@ -75,7 +75,7 @@ def _examined(target: Target, settings: Settings) -> Place:
         faults = [f"it can't be tried ({type(error).__name__}: {error})"]
     try:
         # A policy that asks for every patch.
-        with patched(SinkPolicy(kv_budget=1), [target.name]):
+        with patched(SinkPolicy(kv_budget=64), [target.name]):
             cured = not patch.faults(importlib.import_module(target.module))
     except PatchError as error:
         return Place(*where, faults=faults, on=on, refused=str(error))

@@ -36,9 +36,10 @@ class RotatingPatch(Patch):
 
         In mlx-lm 0.31 the batch generator makes windows itself, without kept tokens.
         """
-        for name in ("make_mask", "merge", "to_quantized"):
+        for name in ("make_mask", "merge", "to_quantized", "trim"):
             yield Site(module.RotatingKVCache, name, getattr(self, f"_{name}"))
         yield from everywhere(module, "make_prompt_cache", self._make_prompt_cache)
+        yield from everywhere(module, "trim_prompt_cache", self._trim_prompt_cache)
         generate = sys.modules.get("mlx_lm.generate")
         generator = getattr(generate, "BatchGenerator", None)
         if hasattr(generator, "_make_new_cache"):
@@ -160,6 +161,22 @@ class RotatingPatch(Patch):
             "mlx-lm can't quantise a rotating window: leave out kv_bits or max_kv_size "
             f"({WITHOUT})"
         )
+
+    def _trim(self, policy, upstream, cache, n):
+        if cache.keep and n > 0 and not cache.is_trimmable():
+            raise ValueError(
+                f"can't trim {n} tokens: the window of {cache.max_size} has evicted "
+                "what earlier tokens saw; prefill anew"
+            )
+        return upstream(cache, n)
+
+    def _trim_prompt_cache(self, policy, upstream, cache, num_tokens):
+        """All layers or none: each is asked before the first is trimmed."""
+        if all(each.is_trimmable() for each in cache):
+            for each in cache:
+                if check := getattr(each, "check_trim", None):
+                    check(num_tokens)
+        return upstream(cache, num_tokens)
 
     def _make_prompt_cache(self, policy, upstream, model, max_kv_size=None):
         if max_kv_size is None:

@@ -53,14 +53,15 @@ class IndexScores:
         # and 6 T for the sum over heads and the selection. A CPU may copy the keys too.
         query = B * size * (H * (D + T) + 6 * T)
         keys = B * T * D * size * (self.keys.dtype != self._factor_type)
-        return max(1, min(L, (self.memory - keys) // query))
+        return max(1, min(L, (self.memory - keys) // max(query, 1)))  # B may be 0
 
     def block(self, rows: slice) -> mx.array:
         """The scores of some queries, (B, 1, rows, T) in float32."""
         queries = self.queries[:, :, rows].astype(self._factor_type)
         B, H, L, D = queries.shape
         queries = queries.swapaxes(1, 2).reshape(B, L * H, D)
-        products = mx.maximum(queries @ self._columns, 0).reshape(B, L, H, -1)
+        products = mx.maximum(queries @ self._columns, 0)
+        products = products.reshape(B, L, H, self.keys.shape[2])
         weights = self.weights[:, rows, None]
         scores = weights.astype(mx.float32) @ products.astype(mx.float32)
         return scores.swapaxes(1, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..upstream.caches import OwnCache, integers, register, stacked
+from ..upstream.caches import OwnCache, apart, integers, register, stacked
 from .positions import Positions
 from .rotation import Rotation
 from .window import EMPTY, Window
@@ -270,15 +270,25 @@ class SinkCache(OwnCache):
         ValueError
             Tokens were evicted: what an earlier query would see is no longer held.
         """
+        self.check_trim(n)
+        n = max(0, min(n, *self._seen))
+        self._seen = [seen - n for seen in self._seen]
+        return n
+
+    def check_trim(self, n: int) -> None:
+        """Refuse what ``trim`` refuses, and change nothing.
+
+        Raises
+        ------
+        ValueError
+            As from ``trim``.
+        """
         n = min(n, max(0, min(self._seen)))
         if n > 0 and not self.is_trimmable():
             raise ValueError(
                 f"can't trim {n} tokens: {self.evictions} were evicted, and the window "
                 f"of {self.window.size} would have to hold them again; prefill anew"
             )
-        n = max(n, 0)
-        self._seen = [seen - n for seen in self._seen]
-        return n
 
     def to_quantized(self, group_size: int = 64, bits: int = 4):
         raise ValueError(
@@ -316,11 +326,11 @@ class SinkCache(OwnCache):
             state += self._held_arrays()
         if positions.originals is not None:
             state.append(positions.originals)
-        return state
+        return apart(state)
 
     @state.setter
     def state(self, state):
-        numbers, *arrays = state
+        numbers, *arrays = apart(state)
         size, sinks, kind, rotations, *each = numbers.tolist()
         rotation = None
         if kind:

@@ -306,6 +306,30 @@ def test_the_kept_rows_are_those_that_the_last_queries_look_at(prefill, seed):
     check_decoding(cache, reference, tokens(9, 12), [1] * 12)
 
 
+def has_room(facts):
+    """Whether a budget holds the sinks, the recent rows and one scored row."""
+    budget, sinks, recent = map(facts.get, ("budget", "sink_tokens", "recent_tokens"))
+    if not facts["guarantee_sinks"]:
+        sinks = min(sinks, max(1, budget // 8))
+    return budget > sinks + (max(1, budget // 8) if recent is None else recent)
+
+
+@pytest.mark.parametrize(
+    ("facts", "numbers"),
+    [
+        ({"budget": 2}, "budget=2 has no room: 4 sinks, 1 recent and one scored row"),
+        ({"budget": 9, "recent_tokens": 5}, "4 sinks, 5 recent and one scored row are"),
+        ({"budget": 20, "sink_tokens": 18}, "18 sinks, 2 recent and one scored row"),
+    ],
+)
+def test_a_budget_without_room_is_refused_with_the_numbers(facts, numbers):
+    model, prompt = shared_model(), tokens(0, 30)
+    with pytest.raises(mlx_sinks.PolicyError, match=numbers):
+        compact_prompt_cache(model, prompt, **facts)
+    with pytest.raises(mlx_sinks.PolicyError, match="kv_budget=5 has no room"):
+        mlx_sinks.SinkPolicy(kv_budget=5)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_kept_rows_are_those_of_the_contract(data):
@@ -320,6 +344,7 @@ def test_the_kept_rows_are_those_of_the_contract(data):
         guarantee_sinks=data.draw(st.booleans(), "guarantee_sinks"),
     )
     prefill = data.draw(st.sampled_from([1, 7, 64, 2048]), "prefill")
+    assume(has_room(facts))
     model, prompt = shared_model(), tokens(length, length)
     reference = Reference(model, prompt).compact(**facts)
     assume(reference.decided)
@@ -455,7 +480,7 @@ def test_a_sufficient_budget_changes_nothing(facts):
 
 
 def test_one_token_is_a_prompt():
-    cache, reference = compacted(length=1, budget=1)
+    cache, reference = compacted(length=1, budget=6)
     assert (cache[0].offset, cache[0].size()) == (1, 1)
     check_decoding(cache, reference, tokens(1, 5), [1, 4])
 
@@ -767,7 +792,7 @@ def test_a_short_turn_is_scored_by_its_own_queries():
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(5, 30))
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(6, 30))
 def test_sinks_survive_every_turn(lengths, budget):
     model, reference, cache = shared_model(), Reference(shared_model()), None
     for turn, length in enumerate(lengths):
