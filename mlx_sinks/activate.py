@@ -43,10 +43,16 @@ class UpstreamFinder:
             return None
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(name, path, target)):
-                if spec.loader is not None:
+                if spec.loader is not None and self._is_a_runtime(name, spec):
                     spec.loader = _Loader(spec.loader, self)
                 return spec
         return None
+
+    def _is_a_runtime(self, name: str, spec) -> bool:
+        """Whether it runs models: an adapter may be called mlx_lm as well."""
+        places = spec.submodule_search_locations or ()
+        models = (os.path.join(place, "models", "cache.py") for place in places)
+        return name in self._roots or any(map(os.path.exists, models))
 
     def prepare(self, root: str) -> None:
         """Look at the variable as the package is imported, not when it is found."""

@@ -309,17 +309,23 @@ def _start(
         return 130
 
 
-def _other_interpreter(script: str | None) -> str | None:
-    """The Python that a script names, where it isn't of this environment."""
-    try:
-        with open(script or os.devnull, "rb") as file:
-            words = file.readline(500).decode().removeprefix("#!").split()
-    except (OSError, UnicodeDecodeError):  # a program that is no script
-        return None
-    named = words[0] if words else ""
-    is_python = os.path.basename(named).startswith("python")
+def _other_interpreter(command: str | None) -> str | None:
+    """The Python that a command is, or that a script names, if it isn't ours."""
+    named = command or ""
+    if not os.path.basename(named).startswith("python"):
+        try:
+            with open(command or os.devnull, "rb") as file:
+                lines = file.read(500).decode("latin-1").splitlines()[:2]
+        except OSError:
+            return None
+        if not lines or not lines[0].startswith("#!"):  # a program that is no script
+            return None
+        # Where a path is long, pip writes a shell's line first, then Python's.
+        words = " ".join(lines).removeprefix("#!").split()
+        pythons = (w for w in words if os.path.basename(w).startswith("python"))
+        named = next(pythons, "")
     theirs, ours = map(os.path.realpath, map(os.path.dirname, (named, sys.executable)))
-    return named if is_python and theirs != ours else None
+    return named if os.path.isabs(named) and theirs != ours else None
 
 
 def _fail(sentence: str, status: int = 2) -> int:

@@ -11,6 +11,7 @@ import operator
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -200,29 +201,38 @@ class Settings:
 
 
 def command_with(value: str, argv: list[str] | None = None) -> str:
-    """A command with another value of the variable, for a shell.
+    """A command for a shell that goes on with another value of the variable.
 
     Parameters
     ----------
     value : str
         The variable's value.
     argv : list of str, optional
-        The command; by default this process's own. Long arguments are cut.
+        The command; by default this process's own. Where that can't be typed again, as
+        a program read from standard input, the shell's own variable is set.
     """
-    if argv is None:
-        interpreter, *argv = sys.orig_argv or ["python"]
-        script = os.path.basename(argv[0]) if argv else ""
-        is_given = script == os.path.basename(sys.argv[0])
-        if is_given and not script.startswith("-") and not script.endswith(".py"):
-            argv[0] = script  # a console script: the shell finds it
-        else:
-            argv = [os.path.basename(interpreter), *argv]
-    return f"{VARIABLE}={shlex.quote(value)} {shlex.join(map(_cut, argv))}"
+    argv = _own_command() if argv is None else argv
+    command = shlex.join(argv)
+    if not argv[1:] or argv[-1] == "-" or "\n" in command or len(command) > 2000:
+        return f"export {VARIABLE}={shlex.quote(value)}"
+    return f"{VARIABLE}={shlex.quote(value)} {command}"
 
 
-def _cut(word: str) -> str:
-    first, *more = word.splitlines() or [""]
-    return word if len(first) <= 60 and not more else f"{first[:40]}…"
+def _own_command() -> list[str]:
+    interpreter, *words = sys.orig_argv or ["python"]
+    script = words[0] if words else ""
+    is_given = os.path.basename(script) == os.path.basename(sys.argv[0])
+    if is_given and os.access(script, os.X_OK) and not script.endswith(".py"):
+        return [_as_typed(script), *words[1:]]
+    return [_as_typed(interpreter), *words]
+
+
+def _as_typed(path: str) -> str:
+    """A program's name, where the shell finds this very one by it."""
+    name = os.path.basename(path)
+    found = shutil.which(name)
+    folders = (os.path.realpath(os.path.dirname(each)) for each in (found or "", path))
+    return name if found and len(set(folders)) == 1 else path
 
 
 @functools.lru_cache(maxsize=256)

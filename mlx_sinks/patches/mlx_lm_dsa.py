@@ -7,7 +7,6 @@ Upstream file: ``mlx_lm/models/deepseek_v32.py``. ``glm_moe_dsa`` builds on the 
 from __future__ import annotations
 
 import functools
-import sys
 from collections import Counter
 from types import ModuleType
 from typing import Any
@@ -59,11 +58,14 @@ class DSAPatch(Patch):
     def mends(self, policy: SinkPolicy) -> bool:
         return policy.sinks > 0
 
-    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+    def reach(self, use: Use, policy: SinkPolicy | None) -> Reach | None:
         kept, missed = Counter(), ""
-        for indexer in self.find(use.model, sys.modules[self.target.module]):
+        for indexer in self.parts(use.model):
+            own = self.policy_for(indexer)
+            if own is None:
+                continue
             try:
-                fit = self.policy_for(indexer).fit(indexer.index_topk)
+                fit = own.fit(indexer.index_topk)
                 kept[f"{fit} among the {indexer.index_topk:,} keys selected"] += 1
             except PolicyError as error:
                 missed = str(error)

@@ -68,7 +68,9 @@ class FidelityPatch(Patch):
         names = ("Model.__init__", "Indexer.__init__")
         return present(module, names, lambda *_, **__: refuse())
 
-    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+    def reach(self, use: Use, policy: SinkPolicy | None) -> Reach | None:
+        if policy is None:
+            return None
         parts = use.model.modules()
         mended = any(getattr(part, "sinks_rotation_mended", False) for part in parts)
         return Reach(self.keeps(policy)) if mended else None

@@ -48,7 +48,9 @@ class IndexSharePatch(Patch):
 
         return [Site(module, "ModelArgs", Guarded)]
 
-    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+    def reach(self, use: Use, policy: SinkPolicy | None) -> Reach | None:
+        if policy is None:
+            return None
         from ..sparse.index_share import SharedLayer
 
         shared = sum(isinstance(part, SharedLayer) for part in use.model.modules())

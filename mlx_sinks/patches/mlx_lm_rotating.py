@@ -10,6 +10,7 @@ sliding layers, are left alone.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..policy import PolicyError, SinkPolicy
-from ..upstream.caches import kinds, plain_layers
+from ..upstream.caches import fresh_caches, kinds, plain_layers
 from ..variable import VARIABLE
 from ..windows.rotating import RotatingSinkBatch, rotating_mask
 from ..windows.sink_cache import SinkCache
@@ -60,23 +61,30 @@ class RotatingPatch(Patch):
             if max_kv_size is not None:
                 refuse()
 
+        makers = everywhere(module, "make_prompt_cache", made)
         return [
-            *everywhere(module, "make_prompt_cache", made),
+            *(makers if hasattr(module, "make_prompt_cache") else ()),
             *present(module, ["RotatingKVCache.make_mask"], keeping),
             *present(module, ["RotatingKVCache.merge"], merged),
         ]
 
-    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+    def reach(self, use: Use, policy: SinkPolicy | None) -> Reach | None:
+        if policy is None:
+            return None
         size, layers = use.max_kv_size, len(use.caches)
-        windows = [cache for cache in use.caches if self._window(cache, size)]
-        kept = "".join(
+        found = {n: self._window(cache) for n, cache in enumerate(use.caches)}
+        windows = {n: window for n, window in found.items() if window}
+        if not policy.sinks and size is not None:  # ours keep nothing then
+            plain = plain_layers(use.model, fresh_caches(use.model))
+            windows |= dict.fromkeys(plain, Window(size, 0))
+        kept = " and ".join(
             f"{window.sinks} sinks in a window of {window.size:,} tokens, in "
-            f"{len(windows)} of {layers} layers"
-            for window in [self._window(cache, size) for cache in windows[:1]]
+            f"{count} of {layers} layers"
+            for window, count in Counter(windows.values()).items()
         )
         if size is None or len(windows) == layers:
             return Reach(kept) if kept else None
-        others = kinds(cache for cache in use.caches if cache not in windows)
+        others = kinds(c for n, c in enumerate(use.caches) if n not in windows)
         missed = (
             "the window leaves the others as they are"
             if windows
@@ -84,12 +92,12 @@ class RotatingPatch(Patch):
         )
         return Reach(kept, f"{missed} ({others})")
 
-    def _window(self, cache: Any, size: int | None) -> Window | None:
-        """The window of a cache that keeps first tokens, or has a size asked for."""
+    def _window(self, cache: Any) -> Window | None:
+        """The window of a cache that keeps first tokens."""
         if isinstance(cache, SinkCache):
             return cache.window
         rotating = sys.modules[self.target.module].RotatingKVCache
-        if isinstance(cache, rotating) and (cache.keep or cache.max_size == size):
+        if isinstance(cache, rotating) and cache.keep:
             return Window(cache.max_size, cache.keep)
         return None
 
@@ -178,9 +186,9 @@ class RotatingPatch(Patch):
                     check(num_tokens)
         return upstream(cache, num_tokens)
 
-    def _make_prompt_cache(self, policy, upstream, model, max_kv_size=None):
+    def _make_prompt_cache(self, policy, upstream, model, max_kv_size=None, **more):
         if max_kv_size is None:
-            caches = upstream(model)
+            caches = upstream(model, **more)
             self.tell(model, caches)
             return caches
         try:
@@ -190,7 +198,7 @@ class RotatingPatch(Patch):
             raise PolicyError(
                 f'{reason} (sinks: {VARIABLE}="sinks=N"; {WITHOUT})'
             ) from None
-        caches = upstream(model)
+        caches = upstream(model, **more)
         for layer in plain_layers(model, caches):
             caches[layer] = sys.modules[self.target.module].RotatingKVCache(
                 max_size=window.size, keep=window.sinks

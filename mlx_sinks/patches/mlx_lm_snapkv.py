@@ -74,7 +74,9 @@ class SnapKVPatch(Patch):
         """Always: no upstream has a budget of its own."""
         return True
 
-    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
+    def reach(self, use: Use, policy: SinkPolicy | None) -> Reach | None:
+        if policy is None:
+            return None
         whole = out_of_budget(use.model, use.caches)
         reached, total = len(use.caches) - len(whole), len(use.caches)
         if not reached:

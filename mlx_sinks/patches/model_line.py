@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -18,10 +19,10 @@ from typing import Any
 import mlx.nn as nn
 
 from ..logger import inform, layers, warn
-from ..policy import SinkPolicy
+from ..policy import PolicyError, SinkPolicy
 from ..sparse.selectors import selecting_layers
 from ..targets import Target
-from .patch import Patch, Site, Use, everywhere
+from .patch import Patch, PatchError, Site, Use, everywhere, present
 
 # What mlx-lm calls the module of a folder's model_file.
 _FOLDERS_OWN = "custom_model"
@@ -47,13 +48,16 @@ class ModelLine(Patch):
     def sites(self, module: ModuleType | None = None) -> Iterator[Site]:
         """Upstream's functions that load a model, and that begin to generate."""
         utils, generate = map(sys.modules.get, ("mlx_lm.utils", "mlx_lm.generate"))
-        if hasattr(utils, "load_model"):
-            yield from everywhere(utils, "load_model", self._load_model)
-        for name in ("generate", "stream_generate"):
-            if hasattr(generate, name):
-                yield from everywhere(generate, name, self._generate)
-        if hasattr(generate, "BatchGenerator"):
-            yield Site(generate.BatchGenerator, "__init__", self._batch_generator)
+        for holder, name, ours in (
+            (utils, "load_model", self._load_model),
+            (generate, "generate", self._generate),
+            (generate, "stream_generate", self._stream_generate),
+        ):
+            if hasattr(holder, name):
+                yield from everywhere(holder, name, ours)
+        yield from present(
+            generate, ["BatchGenerator.insert_segments"], self._insert_segments
+        )
 
     def follow_policy(self, policy: SinkPolicy | None) -> None:
         """Listen while anything is asked for."""
@@ -64,49 +68,55 @@ class ModelLine(Patch):
 
     def _load_model(self, policy, upstream, *arguments, **named):
         loaded = upstream(*arguments, **named)
-        # All else depends on a window, which isn't known yet.
-        if self._policy and self._out_of_reach(loaded[0]):
-            self.tell(loaded[0], [])
+        with self._harmless(loaded[0]):
+            # All else depends on a window, which isn't known yet.
+            if self._out_of_reach(loaded[0]):
+                self.tell(loaded[0], [])
         return loaded
 
     def _generate(self, policy, upstream, *arguments, **named):
-        given = _by_name(upstream, arguments, named)
-        size = given.get("max_kv_size")
-        if given.get("draft_model") is not None:
-            size = None  # upstream's speculation has no window
-            self._before(given["draft_model"], None, None)
-        self._before(given.get("model"), given.get("prompt_cache"), size)
+        self._before(_by_name(upstream, arguments, named))
         return upstream(*arguments, **named)
 
-    def _batch_generator(self, policy, upstream, *arguments, **named):
+    def _stream_generate(self, policy, upstream, *arguments, **named):
+        """Nothing is said, made or refused before the first token is asked for."""
+        self._before(_by_name(upstream, arguments, named))
+        yield from upstream(*arguments, **named)
+
+    def _insert_segments(self, policy, upstream, *arguments, **named):
         given = _by_name(upstream, arguments, named)
-        self._before(given.get("model"), None, given.get("max_kv_size"))
+        generator, caches = given.get("self"), given.get("caches") or []
+        facts = {
+            "model": getattr(generator, "model", None),
+            "prompt_cache": next((each for each in caches if each is not None), None),
+            "max_kv_size": getattr(generator, "max_kv_size", None),
+        }
+        self._before(facts)
         return upstream(*arguments, **named)
 
-    def _before(
-        self, model: Any, caches: list[Any] | None, max_kv_size: int | None
-    ) -> None:
-        if caches is None:
+    def _before(self, given: dict[str, Any]) -> None:
+        """Tell what applies to the models of a call that is about to generate."""
+        model, draft = given.get("model"), given.get("draft_model")
+        caches, size = given.get("prompt_cache"), given.get("max_kv_size")
+        with self._harmless(model):
             make = sys.modules["mlx_lm.models.cache"].make_prompt_cache
-            self.tell(model, make(model, max_kv_size), max_kv_size)
-        else:  # a draft model's come after the model's own
-            self.tell(model, caches[: len(_layers(model))])
+            if draft is not None and caches is None:
+                self.tell(draft, make(draft))
+            beside = "a draft model" if draft is not None else "a prompt cache"
+            is_dropped = size is not None and not (draft is caches is None)
+            if caches is not None:  # a draft model's come after the model's own
+                made = caches[: len(_layers(model))]
+            else:
+                made = make(model) if is_dropped else make(model, max_kv_size=size)
+            self.tell(model, made, size, beside if is_dropped else None)
 
-    def tell(
-        self, model: Any, caches: list[Any], max_kv_size: int | None = None
-    ) -> None:
-        if self._policy is None or not isinstance(model, nn.Module):
-            return
-        from ..upstream.caches import kinds  # imports mlx-lm
-
-        facts = f"{[patch.policy for patch in self._patches()]} {kinds(caches)}"
-        told, size = vars(model).get("sinks_told", (None, None))
-        # A program that hands over caches doesn't say what it made them for.
-        if told == facts and max_kv_size in (None, size):
-            return
-        vars(model)["sinks_told"] = facts, max_kv_size  # no parameter of the model
+    @contextmanager
+    def _harmless(self, model: Any) -> Iterator[None]:
+        """A look that fails disturbs nobody; what is refused, the call refuses."""
         try:
-            self._tell_of(Use(model, caches, max_kv_size))
+            yield
+        except (PolicyError, PatchError):
+            pass
         except Exception as error:  # a model that nobody here has seen
             kind = type(model)
             warn(
@@ -114,17 +124,58 @@ class ModelLine(Patch):
                 f"({type(error).__name__}: {error})"
             )
 
-    def _tell_of(self, use: Use) -> None:
+    def tell(
+        self,
+        model: Any,
+        caches: list[Any],
+        max_kv_size: int | None = None,
+        dropped_beside: str | None = None,
+    ) -> None:
+        """Say it, once for each policy, kinds of caches, and window asked for.
+
+        Parameters
+        ----------
+        model : mlx.nn.Module
+            Anything else is passed over.
+        caches : list
+            Those that it will be called with.
+        max_kv_size : int, optional
+            The window that was asked for.
+        dropped_beside : str, optional
+            Beside what upstream drops that window.
+        """
+        if self._policy is None or not isinstance(model, nn.Module):
+            return
+        with self._harmless(model):
+            from ..upstream.caches import kinds  # imports mlx-lm
+
+            facts = f"{[patch.policy for patch in self._patches()]} {kinds(caches)}"
+            told = vars(model).setdefault("sinks_told", {})  # no parameter of the model
+            sizes = told.setdefault(facts, [])
+            # A program that hands over caches doesn't say what it made them for.
+            if max_kv_size not in sizes and (max_kv_size is not None or not sizes):
+                sizes.append(max_kv_size)
+                self._tell_of(Use(model, caches, max_kv_size), dropped_beside)
+
+    def _tell_of(self, use: Use, dropped_beside: str | None) -> None:
         kept, missed, left = [], [], []
+        on = {patch.target.name: patch for patch in self._patches() if patch.is_there}
         for patch in self._patches():
-            if patch.is_in_place:
-                if reach := patch.reach(use, patch.policy):
-                    kept.append(reach.kept)
-                    missed.append(reach.missed)
-                    patch.was_told()
-            elif idle := patch.parts(use.model) if _is_left(patch) else []:
+            if patch.is_there and (reach := patch.reach(use, patch.policy)):
+                kept.append(reach.kept)
+                missed.append(reach.missed)
+                patch.was_told()
+            idle = [part for part in patch.parts(use.model) if _is_left(patch, part)]
+            if idle:
                 why = "no fault" if patch.refused else f"{patch.target.name} is off"
                 left.append(f"{layers(len(idle))} select as upstream does ({why})")
+        if dropped_beside:
+            size = f"{use.max_kv_size:,} tokens"
+            missed.append(f"mlx-lm makes no window of {size} beside {dropped_beside}")
+        elif "rotating" not in on:
+            left.append(_upstreams_window(use))
+        if self._policy.kv_budget is not None and "snapkv" not in on:
+            left.append("prompts stay whole (snapkv is off)")
         missed += self._out_of_reach(use.model)
         keeping = " and ".join(filter(None, kept))
         clauses = [f"keeping {keeping}" if keeping else "", *missed, *left]
@@ -137,8 +188,8 @@ class ModelLine(Patch):
         known = {
             id(part)
             for patch in self._patches()
-            if patch.is_in_place or _is_left(patch)
             for part in patch.parts(model)
+            if _is_left(patch, part) or (patch.is_there and patch.policy_for(part))
         }
         kinds = Counter(
             type(part)
@@ -169,9 +220,11 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return getattr(model, "layers", None) or [model]
 
 
-def _is_left(patch: Patch) -> bool:
+def _is_left(patch: Patch, part: nn.Module) -> bool:
     """Whether upstream's code runs because it was asked for, or has no fault."""
-    return patch.policy is None or patch.refused is not None
+    if patch.refused:
+        return not patch.stands_guard
+    return patch.policy_for(part) is None
 
 
 def _name(kind: type) -> str:
@@ -182,15 +235,30 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _upstreams_window(use: Use) -> str:
+    """What becomes of a window without our patch; nothing where there is none."""
+    from ..upstream.caches import flat, fresh_caches
+
+    windows = [cache for cache in flat(use.caches) if getattr(cache, "max_size", None)]
+    own = [c for c in flat(fresh_caches(use.model)) if getattr(c, "max_size", None)]
+    if len(windows) > len(own):
+        return "its window is mlx-lm's own (rotating is off)"
+    if use.max_kv_size is None:
+        return ""
+    size = f"{use.max_kv_size:,} tokens"
+    return f"its window of {size} is overlooked by mlx-lm here (rotating is off)"
+
+
 def _nothing(use: Use) -> str:
-    rotating = sys.modules["mlx_lm.models.cache"].RotatingKVCache
-    windows = sum(isinstance(cache, rotating) for cache in use.caches)
-    if use.max_kv_size is not None:
-        own = "is mlx-lm's own" if windows else "is overlooked by mlx-lm here"
-        return f"its window of {use.max_kv_size:,} tokens {own} (rotating is off)"
+    from ..upstream.caches import flat
+
+    sizes = ("max_size", "chunk_size", "sliding_window")
+    windows = sum(
+        any(getattr(cache, size, None) for size in sizes) for cache in flat(use.caches)
+    )
     if windows:
         own = layers(windows, "sliding ")
-        return f"nothing to do: it selects no keys, and {own} stay as trained"
+        return f"nothing to do: it selects no keys, and leaves {own} as trained"
     return "nothing to do: it selects no keys and has no window"
 
 

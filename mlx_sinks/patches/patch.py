@@ -151,10 +151,10 @@ class Patch:
         return self._policy
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether the patch has a policy, and upstream's calls reach it."""
+    def is_there(self) -> bool:
+        """Whether upstream's calls reach the patch, where its module is imported."""
         module = sys.modules.get(self.target.module)
-        return None not in (self._policy, module) and self.is_on(module)
+        return module is not None and self.is_on(module)
 
     def parts(self, model: nn.Module) -> list[nn.Module]:
         """What ``find`` finds, also where nothing is installed."""
@@ -189,8 +189,11 @@ class Patch:
         """The parts of a model that can have a policy of their own here."""
         return []
 
-    def reach(self, use: Use, policy: SinkPolicy) -> Reach | None:
-        """What a policy does for one model; ``None`` where it has nothing to do."""
+    def reach(self, use: Use, policy: SinkPolicy | None) -> Reach | None:
+        """What is done for one model; ``None`` where there is nothing to do.
+
+        The policy is that of all models, if there is one.
+        """
         return None
 
     def runs_wrongly(self, module: ModuleType) -> bool:
@@ -262,7 +265,9 @@ class Patch:
             with _trial():
                 return next(filter(None, strange), None) or self.self_check(module)
         except Exception as error:
-            return f"its self-check failed with {type(error).__name__}: {error}"
+            # Python adds a guess to what a module lacks that is being imported.
+            reason = str(error).partition(" (most likely due to a circular")[0]
+            return f"its self-check failed with {type(error).__name__}: {reason}"
 
     def follow(self, policy: SinkPolicy | None) -> None:
         """Have functions that are in place, or come back, keep to another policy."""
@@ -288,7 +293,7 @@ class Patch:
             return True
         try:
             guards = self.guards(module, refuse)
-        except (AttributeError, KeyError):  # not even the places are there
+        except (AttributeError, ImportError, KeyError):  # no place is there
             guards = []
         for site in guards:
             if not site.leads_to_ours:  # else another patch stands guard there
@@ -325,7 +330,7 @@ class Patch:
             sites = list(self.sites(module))
             for site in sites:
                 _ = site.found
-        except (AttributeError, KeyError):
+        except (AttributeError, ImportError, KeyError):
             return []
         return sites
 

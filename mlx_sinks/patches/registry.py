@@ -222,6 +222,7 @@ def _give(model: Any, policy: SinkPolicy | None) -> int:
             _put(_Request("apply", None, frozenset(parts)))
         for part in (part for found in parts.values() for part in found):
             part.sink_policy = policy
+        vars(model).pop("sinks_told", None)  # another line applies now
     return sum(map(len, parts.values()))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -62,6 +62,12 @@ def fresh_caches(model: nn.Module) -> list[Any]:
     return [upstream.KVCache() for _ in model.layers]
 
 
+def flat(caches: Iterable[Any]) -> Iterator[Any]:
+    """Caches, and those that lists of caches hold."""
+    for cache in caches:
+        yield from flat(cache.caches) if hasattr(cache, "caches") else (cache,)
+
+
 def kinds(caches: Iterable[Any]) -> str:
     """How many caches there are of each class, in words."""
     found = Counter(type(cache).__name__ for cache in caches)
@@ -74,6 +80,6 @@ def plain_layers(model: nn.Module, caches: list[Any]) -> list[int]:
     There are none where a layer has no cache of its own: it may read another layer's
     cache, in which a window no longer holds what that layer has seen.
     """
-    if len(caches) != len(model.layers):
+    if len(caches) != len(getattr(model, "layers", ())):
         return []
     return [n for n, cache in enumerate(caches) if type(cache) is upstream.KVCache]

@@ -291,6 +291,6 @@ def test_a_changed_upstream_is_refused(folder, tmp_path, line, instead, differen
     refusal = sentence(outcome)
     for words in ("dsa (", f"mlx-lm {version('mlx-lm')}", difference):
         assert words in refusal
-    assert refusal.endswith("--verbose False") and "MLX_SINKS=0 python" in refusal
+    assert refusal.endswith("or without mlx-sinks: export MLX_SINKS=0")  # python -c
     assert outcome.status != 0
     assert outcome.stdout == "False\n"
