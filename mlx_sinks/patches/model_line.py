@@ -155,10 +155,15 @@ class ModelLine(Patch):
             # A program that hands over caches doesn't say what it made them for.
             if max_kv_size not in sizes and (max_kv_size is not None or not sizes):
                 sizes.append(max_kv_size)
-                self._tell_of(Use(model, caches, max_kv_size), dropped_beside)
+                dropped = dropped_beside and (
+                    f"mlx-lm makes no window of {max_kv_size:,} tokens beside "
+                    f"{dropped_beside}"
+                )
+                size = None if dropped else max_kv_size
+                self._tell_of(Use(model, caches, size), dropped)
 
-    def _tell_of(self, use: Use, dropped_beside: str | None) -> None:
-        kept, missed, left = [], [], []
+    def _tell_of(self, use: Use, dropped: str | None) -> None:
+        kept, missed, left = [], [dropped], []
         on = {patch.target.name: patch for patch in self._patches() if patch.is_there}
         for patch in self._patches():
             if patch.is_there and (reach := patch.reach(use, patch.policy)):
@@ -169,10 +174,7 @@ class ModelLine(Patch):
             if idle:
                 why = "no fault" if patch.refused else f"{patch.target.name} is off"
                 left.append(f"{layers(len(idle))} select as upstream does ({why})")
-        if dropped_beside:
-            size = f"{use.max_kv_size:,} tokens"
-            missed.append(f"mlx-lm makes no window of {size} beside {dropped_beside}")
-        elif "rotating" not in on:
+        if "rotating" not in on:
             left.append(_upstreams_window(use))
         if self._policy.kv_budget is not None and "snapkv" not in on:
             left.append("prompts stay whole (snapkv is off)")
@@ -235,13 +237,24 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _windows(caches: list[Any]) -> int:
+    """How many caches have a window, by what such caches have in common."""
+    from ..upstream.caches import flat
+
+    sizes = ("max_size", "chunk_size", "sliding_window")
+    return sum(any(getattr(c, size, None) for size in sizes) for c in flat(caches))
+
+
+def _own_windows(model: nn.Module) -> int:
+    """How many of a model's layers were trained with a window."""
+    from ..upstream.caches import fresh_caches
+
+    return _windows(fresh_caches(model))
+
+
 def _upstreams_window(use: Use) -> str:
     """What becomes of a window without our patch; nothing where there is none."""
-    from ..upstream.caches import flat, fresh_caches
-
-    windows = [cache for cache in flat(use.caches) if getattr(cache, "max_size", None)]
-    own = [c for c in flat(fresh_caches(use.model)) if getattr(c, "max_size", None)]
-    if len(windows) > len(own):
+    if _windows(use.caches) > _own_windows(use.model):
         return "its window is mlx-lm's own (rotating is off)"
     if use.max_kv_size is None:
         return ""
@@ -250,15 +263,12 @@ def _upstreams_window(use: Use) -> str:
 
 
 def _nothing(use: Use) -> str:
-    from ..upstream.caches import flat
-
-    sizes = ("max_size", "chunk_size", "sliding_window")
-    windows = sum(
-        any(getattr(cache, size, None) for size in sizes) for cache in flat(use.caches)
-    )
-    if windows:
-        own = layers(windows, "sliding ")
-        return f"nothing to do: it selects no keys, and leaves {own} as trained"
+    windows, own = _windows(use.caches), _own_windows(use.model)
+    if windows > own:
+        return "it selects no keys, and its window keeps no sinks (sinks is 0)"
+    if own:
+        trained = layers(own, "sliding ")
+        return f"nothing to do: it selects no keys, and leaves {trained} as trained"
     return "nothing to do: it selects no keys and has no window"
 
 
