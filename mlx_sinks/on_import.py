@@ -45,10 +45,12 @@ def prepare(root: str) -> None:
 
 def _install(policy: SinkPolicy, names: list[str]) -> None:
     from .patches.patch import PatchError  # imports MLX
-    from .patches.registry import install_from_environment
+    from .patches import registry
 
+    if not registry.wants_environment:
+        return
     try:
-        install_from_environment(policy, names)
+        registry.install_from_environment(policy, names)
     except (PatchError, PolicyError):
         raise
     except Exception as error:  # an upstream that nobody here has seen

@@ -98,6 +98,15 @@ def test_a_variable_that_the_program_changes_counts_as_upstream_is_imported():
         assert outcome.stderr == ""
 
 
+def test_what_is_uninstalled_stays_so():
+    """Also where the program imports more of upstream afterwards."""
+    code = "import mlx_lm, mlx_sinks; mlx_sinks.uninstall()\n" + PATCHED
+    outcome = python(code, MLX_SINKS="1")
+    assert (outcome.status, outcome.stdout, outcome.stderr) == (0, "False\n", "")
+    again = python(code.replace("uninstall()", "uninstall(); mlx_sinks.install()"))
+    assert again.stdout == "True\n"
+
+
 def test_upstream_that_was_imported_first_is_patched_later():
     """Another package's .pth file may come before ours."""
     code = """

@@ -99,7 +99,9 @@ class ModelLine(Patch):
         model, draft = given.get("model"), given.get("draft_model")
         caches, size = given.get("prompt_cache"), given.get("max_kv_size")
         with self._harmless(model):
-            make = sys.modules["mlx_lm.models.cache"].make_prompt_cache
+            make = getattr(
+                sys.modules["mlx_lm.models.cache"], "make_prompt_cache", _made
+            )
             if draft is not None and caches is None:
                 self.tell(draft, make(draft))
             beside = "a draft model" if draft is not None else "a prompt cache"
@@ -235,6 +237,13 @@ def _name(kind: type) -> str:
         if _is_upstreams(base):
             return base.__module__.rpartition(".")[2]
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _made(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
+    """What a release without ``make_prompt_cache`` may call a model with."""
+    from ..upstream.caches import fresh_caches
+
+    return fresh_caches(model)
 
 
 def _windows(caches: list[Any]) -> int:

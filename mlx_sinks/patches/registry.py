@@ -92,6 +92,8 @@ class _Request:
 
 _ENVIRONMENT = "environment"
 _line = ModelLine(lambda: _patches_of_imported(), lambda: versions("mlx-lm"))
+# Whether the variable still counts: ``uninstall`` ends that for the process.
+wants_environment = True
 _lock = threading.RLock()
 _requests: tuple[_Request, ...] = ()
 
@@ -139,8 +141,13 @@ def install_from_environment(
 
 
 def uninstall() -> None:
-    """Put upstream's own code back, whoever patched it, and however often."""
+    """Put upstream's own code back, whoever patched it, and however often.
+
+    It lasts: what the program imports later isn't patched by the variable any more.
+    """
+    global wants_environment
     with _lock:
+        wants_environment = False
         _set_requests(())
 
 

@@ -1,5 +1,6 @@
 """The line that each model gets: it says what runs, before the answer begins."""
 
+import inspect
 import json
 import logging
 import re
@@ -13,7 +14,8 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_sinks
 import small_models
@@ -238,6 +240,145 @@ def test_models_with_windows_of_their_own_are_left():
     assert f"{kept}leaves the others as they are (1 RotatingKVCache) (" in lines[1]
 
 
+def sliding_llama(window=8):
+    """A full layer, and one that was trained with a window."""
+    return small_models.make_llama(
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=window,
+    )
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_a_window_of_the_size_that_a_layer_has_by_itself(sinks):
+    mlx_sinks.install(mlx_sinks.SinkPolicy(sinks=sinks))
+    with heard(logging.INFO) as lines:
+        make_prompt_cache(sliding_llama(20), 20)
+    kept = f"keeping {sinks} sinks in a window of 20 tokens, in 1 of 2 layers; the "
+    assert kept in lines[0]
+
+
+def test_windows_of_several_sizes_are_counted_apart():
+    mlx_sinks.install()
+    given = [RotatingKVCache(64, keep=4), RotatingKVCache(16, keep=2)]
+    tokenizer, model = (
+        small_models.tokenizer(),
+        small_models.make_llama(num_hidden_layers=2),
+    )
+    with heard(logging.INFO) as lines:
+        mlx_lm.generate(model, tokenizer, "Why?", max_tokens=1, prompt_cache=given)
+    each = "4 sinks in a window of 64 tokens, in 1 of 2 layers and 2 sinks in a window "
+    assert f"{each}of 16 tokens, in 1 of 2 layers (" in lines[0]
+
+
+def test_a_policy_of_a_models_own_has_its_line():
+    model, tokenizer = small_models.make(), small_models.tokenizer()
+
+    def said():
+        with heard(logging.INFO) as lines:
+            mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=1)
+        return [line.partition(" (mlx-sinks")[0] for line in lines]
+
+    mlx_sinks.install(targets=["rotating"])
+    off = "mlx-sinks: deepseek_v32: 2 layers select as upstream does (dsa is off)"
+    assert said() == [off]
+    mlx_sinks.apply(model, mlx_sinks.SinkPolicy(sinks=2))
+    (own,) = said()
+    assert "keeping 2 sinks + 8 recent among the 16 keys selected in 2 layers" in own
+    mlx_sinks.unapply(model)
+    assert said() == [off]
+
+
+def batch(model, **more):
+    tokenizer = TokenizerWrapper(small_models.tokenizer())
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    return mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=1, **more)
+
+
+def test_a_batch_with_caches_of_its_own():
+    mlx_sinks.install()
+    model = small_models.make_llama()
+    with heard(logging.INFO) as lines:
+        batch(model, prompt_caches=[[RotatingKVCache(32, keep=4)] for _ in range(2)])
+    assert "keeping 4 sinks in a window of 32 tokens, in 1 of 1 layers" in lines[0]
+
+
+@pytest.mark.parametrize("beside", ["a draft model", "a prompt cache"])
+def test_a_window_that_upstream_drops(beside):
+    mlx_sinks.install()
+    model, tokenizer = small_models.make_llama(), small_models.tokenizer()
+    more = {
+        "a draft model": {"draft_model": small_models.make_llama(seed=1)},
+        "a prompt cache": {"prompt_cache": make_prompt_cache(model)},
+    }
+    with heard() as lines:
+        mlx_lm.generate(
+            model, tokenizer, "Why?", max_tokens=2, max_kv_size=32, **more[beside]
+        )
+    (line,) = lines
+    assert f"mlx-lm makes no window of 32 tokens beside {beside}" in line
+
+
+def test_what_is_switched_off_is_said_beside_what_is_on():
+    policy = mlx_sinks.SinkPolicy(kv_budget=24)
+    mlx_sinks.install(policy, targets=["dsa"])
+    model, tokenizer = small_models.make(), small_models.tokenizer()
+    with heard(logging.INFO) as lines:
+        mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=1, max_kv_size=32)
+    overlooked = (
+        "its window of 32 tokens is overlooked by mlx-lm here (rotating is off)"
+    )
+    assert f"{TWO_LAYERS}; {overlooked}; prompts stay whole (snapkv is off)" in lines[0]
+
+
+def test_looking_is_lazy_and_changes_no_signature():
+    before = inspect.signature(mlx_lm.stream_generate)
+    mlx_sinks.install()
+    assert inspect.signature(mlx_lm.stream_generate) == before
+    model, tokenizer = small_models.make_llama(), small_models.tokenizer()
+    with heard(logging.INFO) as lines:
+        stream = mlx_lm.stream_generate(model, tokenizer, "Why?", max_tokens=1)
+        assert lines == []
+        assert len(list(stream)) == 1
+    assert len(lines) == 1
+
+
+class Elsewhere(nn.Module):
+    """A model whose layers share an indexer that stands beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(2, 2)]
+        self.lightning_indexer = OwnIndexer()
+
+
+class Sizes(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.layers = [nn.Linear(2, 2)]
+        setattr(self.layers[0], name, [8, 8])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Elsewhere(), *map(Sizes, ("index_topk", "sparse_topk", "topk_blocks"))],
+    ids=lambda model: type(model).__name__,
+)
+def test_selectors_wherever_they_are(model):
+    mlx_sinks.install()
+    with heard(logging.INFO) as lines:
+        make_prompt_cache(model)
+    assert "not reached: keys are selected in 1 of 1 layer" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["topk_group", "top_k", "num_experts_per_tok"])
+def test_experts_are_no_selectors(name):
+    mlx_sinks.install()
+    with heard(logging.INFO) as lines:
+        make_prompt_cache(Sizes(name))
+    assert NOTHING in lines[0]
+
+
 def test_models_built_in_python_have_their_line():
     mlx_sinks.install()
     with heard(logging.INFO) as lines:
@@ -442,6 +583,37 @@ def test_all_that_fails_is_named_at_once(folders, tmp_path):
     (line,) = outcome.stderr.splitlines()
     assert "dsa (" in line and "indexer_fidelity (" in line
     assert 'MLX_SINKS="dsa=0,indexer_fidelity=0"' in line
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "model", "options", "said"),
+    [
+        (
+            "cache.py",
+            ("def make_prompt_cache(", "def make_the_cache("),
+            "llama",
+            "",
+            f"{NOTHING} and has no window",
+        ),
+        (
+            "cache.py",
+            ("class RotatingKVCache(_BaseCache):", "class Turning(_BaseCache):"),
+            "glm_moe_dsa",
+            "",
+            "keeping 4 sinks + 8 recent",
+        ),
+    ],
+    ids=["maker", "window"],
+)
+def test_releases_without_a_name(folders, tmp_path, file, edit, model, options, said):
+    """What a model doesn't need may be gone."""
+    copy = upstreams.copied(tmp_path, "0.34.0", {file: edit})
+    old, new = (each.split("(")[0].split()[-1] for each in edit)
+    for source in (tmp_path / "mlx_lm").rglob("*.py"):
+        text = source.read_text()
+        source.write_text(re.sub(rf"(?<!\w){old}\b", new, text))
+    outcome = generate(folders[model], *options.split(), PYTHONPATH=copy, **ON)
+    assert said in line_of(outcome)
 
 
 # A fork that reads the offset first, and rotates queries after the cache has moved it.
