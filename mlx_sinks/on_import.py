@@ -44,8 +44,8 @@ def prepare(root: str) -> None:
 
 
 def _install(policy: SinkPolicy, names: list[str]) -> None:
-    from .patches.patch import PatchError  # imports MLX
     from .patches import registry
+    from .patches.patch import PatchError  # imports MLX
 
     if not registry.wants_environment:
         return
