@@ -62,10 +62,10 @@ def _install(policy: SinkPolicy, names: list[str]) -> None:
 
 def _say_out_of_reach(name: str) -> None:
     owner = name.partition(".")[0]
-    code = "code of its own" if name == owner else f"its own copy of mlx-lm, {name}"
+    code = "code of its own" if name == owner else f"its own copy of mlx-lm ({name})"
     warn(
-        f"{owner} runs models by {code}: it isn't reached, and no sinks are kept there "
-        "(mlx_lm.generate runs mlx-lm's own code, which is reached)"
+        f"not reached: {owner} runs models with {code}, which keeps no sinks; to be "
+        "reached, run them with mlx_lm.generate"
     )
 
 

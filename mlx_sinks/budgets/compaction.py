@@ -258,4 +258,4 @@ def warn_of_skipped(caches: list[Any], method: SnapKV) -> None:
 def counted(reasons: dict[int, str]) -> str:
     """Reasons by layer, in words: each with the number of its layers."""
     counts = Counter(reasons.values())
-    return "; ".join(f"{why}, in {layers(n)}" for why, n in counts.items())
+    return "; ".join(f"in {layers(n)} {why}" for why, n in counts.items())

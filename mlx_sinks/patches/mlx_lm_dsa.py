@@ -69,7 +69,8 @@ class DSAPatch(Patch):
                 kept[f"{fit} among the {indexer.index_topk:,} keys selected"] += 1
             except PolicyError as error:
                 missed = str(error)
-        words = (f"{each} in {layers(count)}" for each, count in kept.items())
+        total = layers(len(getattr(use.model, "layers", None) or [None]))
+        words = (f"{each} in {count} of {total}" for each, count in kept.items())
         return Reach(", ".join(words), missed) if kept or missed else None
 
     def find(self, model: nn.Module, module: ModuleType) -> list[nn.Module]:

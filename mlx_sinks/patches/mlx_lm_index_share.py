@@ -54,7 +54,7 @@ class IndexSharePatch(Patch):
         from ..sparse.index_share import SharedLayer
 
         shared = sum(isinstance(part, SharedLayer) for part in use.model.modules())
-        kept = f"the same in {layers(shared)} with a shared selection"
+        kept = f"the same in {layers(shared)} that reuse those selections"
         return Reach(kept) if shared else None
 
     def keeps(self, policy: SinkPolicy) -> str:

@@ -88,7 +88,7 @@ class RotatingPatch(Patch):
         missed = (
             "the window leaves the others as they are"
             if windows
-            else f"a window of {size:,} tokens reaches no layer"
+            else f"a window of {size:,} tokens has no effect"
         )
         return Reach(kept, f"{missed} ({others})")
 

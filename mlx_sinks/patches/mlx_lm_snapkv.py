@@ -80,7 +80,7 @@ class SnapKVPatch(Patch):
         whole = out_of_budget(use.model, use.caches)
         reached, total = len(use.caches) - len(whole), len(use.caches)
         if not reached:
-            missed = f"the budget of {policy.kv_budget:,} rows reaches no layer"
+            missed = f"the budget of {policy.kv_budget:,} rows has no effect"
             return Reach(missed=f"{missed} ({counted(whole)})")
         kept = f"{self.keeps(policy)}, in {reached} of {total} layers"
         missed = f"the budget leaves the others whole ({counted(whole)})"

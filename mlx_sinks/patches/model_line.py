@@ -202,10 +202,9 @@ class ModelLine(Patch):
         )
         total = layers(len(_layers(model)))
         return [
-            f"not reached: keys are selected in {count} of {total} by the "
-            f"{kind.__name__} of {whose}, where no sinks are kept ({help})"
+            f"not reached: {_whose(kind)[0]} selects the keys in {count} of {total}, "
+            f"and keeps no sinks; {_whose(kind)[1]}"
             for kind, count in kinds.items()
-            for whose, help in [_whose(kind)]
         ]
 
 
@@ -233,8 +232,10 @@ def _is_left(patch: Patch, part: nn.Module) -> bool:
 
 def _name(kind: type) -> str:
     """A model's kind as mlx-lm calls it; any other by its class."""
+    if kind.__module__ == _FOLDERS_OWN:
+        return "the folder's own model"
     for base in kind.__mro__:
-        if _is_upstreams(base):
+        if base.__module__.startswith("mlx_lm."):
             return base.__module__.rpartition(".")[2]
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -282,17 +283,16 @@ def _nothing(use: Use) -> str:
 
 
 def _whose(kind: type) -> tuple[str, str]:
-    """Whose code a class is, and what helps."""
+    """Whose code selects, and what helps."""
     name, file = kind.__module__, _file(kind)
-    help = "mlx_lm.generate runs mlx-lm's own code, which is reached"
     if _is_upstreams(kind):
-        return name, "mlx-sinks has no target for it"
+        return f"{name}.{kind.__name__}", "mlx-sinks has no target for it"
     if name == _FOLDERS_OWN:
-        help = "without model_file in config.json mlx-lm's own runs, which is reached"
-        return f"the model folder's {file}", help
-    if name.startswith("mlx_lm."):
-        return f"{file}, which stands in the place of {name}", help
-    return f"{name} in {file}", help
+        help = "to be reached, take model_file out of its config.json"
+        return f"the model folder's code ({file})", help
+    place = f", put in the place of {name}," * name.startswith("mlx_lm.")
+    whose = f"{file}{place}" if place else f"{name} ({file})"
+    return whose, "to be reached, run it with mlx_lm.generate"
 
 
 def _is_upstreams(kind: type) -> bool:

@@ -152,7 +152,7 @@ def test_one_token_after_a_prompt_that_nobody_observed_warns(llama, budget):
     llama.model(mx.array([tokens]), cache=caches)
     with heard() as lines:
         llama.written(tokens[-1:], prompt_cache=caches)
-    assert "nothing was seen of its attention, in " in lines[0]
+    assert "nothing was seen of its attention" in lines[0]
 
 
 def test_one_token_alone_warns_of_nothing(llama, budget):
@@ -232,7 +232,7 @@ def test_layers_that_no_budget_reaches_are_named(llama, budget):
         caches = make_prompt_cache(llama.model, 64)
         llama.written(LONG, prompt_cache=caches)
     (line,) = lines
-    assert re.search("of .* rows reaches no layer .* RotatingKVCache, in ", line)
+    assert re.search("of .* rows has no effect .* RotatingKVCache", line)
 
 
 def test_quantised_caches_are_refused_with_a_sentence(llama, budget):

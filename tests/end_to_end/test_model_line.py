@@ -36,7 +36,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, who packs."
 # What mlx-lm 0.31 needs besides.
 MENDED = " and the checkpoint's rotary embedding of indexers"
 NOTHING = "nothing to do: it selects no keys"
-TWO_LAYERS = "keeping 4 sinks + 8 recent among the 16 keys selected in 2 layers"
+TWO_LAYERS = "keeping 4 sinks + 8 recent among the 16 keys selected in 2 of 2 layers"
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def line_of(outcome):
             "llama",
             "kv_budget=24",
             "--max-kv-size 32",
-            "in 1 of 1 layers; the budget of 24 rows reaches no layer "
-            "(its cache is a RotatingKVCache, in 1 layer) (",
+            "in 1 of 1 layers; the budget of 24 rows has no effect "
+            "(in 1 layer its cache is a RotatingKVCache) (",
         ),
         ("deepseek_v32", "1", "", f"deepseek_v32: {TWO_LAYERS} ("),
         ("deepseek_v32", "dsa=0", "", "2 layers select as upstream does (dsa is off)"),
@@ -106,20 +106,20 @@ def line_of(outcome):
             "1",
             "",
             "glm_moe_dsa: keeping 4 sinks + 8 recent among the 16 keys selected in "
-            "4 layers and the same in 3 layers with a shared selection (",
+            "4 of 7 layers and the same in 3 layers that reuse those selections (",
         ),
         (
             "glm_moe_dsa",
             "kv_budget=24",
             "",
-            f"{TWO_LAYERS}; the budget of 24 rows reaches no layer "
-            "(its cache is a CacheList, in 2 layers) (",
+            f"{TWO_LAYERS}; the budget of 24 rows has no effect "
+            "(in 2 layers its cache is a CacheList) (",
         ),
         (
             "glm_moe_dsa",
             "1",
             "--max-kv-size 32",
-            f"{TWO_LAYERS}; a window of 32 tokens reaches no layer (2 CacheList) (",
+            f"{TWO_LAYERS}; a window of 32 tokens has no effect (2 CacheList) (",
         ),
     ],
 )
@@ -150,11 +150,9 @@ def test_a_folders_own_code_is_not_reached(folders, kind):
     folder = folders[f"own {kind}"]
     trust = ["--trust-remote-code"] * ("0.31" not in mlx_lm.__version__)
     line = line_of(generate(folder, *trust, **ON))
-    assert (
-        "custom_model.Model: not reached: keys are selected in 2 of 2 layers by" in line
-    )
-    assert f"{folder}/own.py" in line
-    assert "without model_file in config.json" in line
+    code = f"the model folder's code ({folder}/own.py) selects the keys in 2 of 2"
+    assert f"the folder's own model: not reached: {code} layers, and keeps" in line
+    assert "no sinks; to be reached, take model_file out of its config.json (" in line
 
 
 def replacement(kind):
@@ -179,11 +177,9 @@ def test_a_module_that_takes_the_place_of_upstreams(folders, monkeypatch, kind):
     mlx_sinks.install()
     monkeypatch.setitem(sys.modules, f"mlx_lm.models.{kind}", replacement(kind))
     line = said_of(folders[kind])
-    assert (
-        "not reached: keys are selected in 2 of 2 layers by the Indexer of /host/"
-        in line
-    )
-    assert f"which stands in the place of mlx_lm.models.{kind}" in line
+    place = f"/host/private.py, put in the place of mlx_lm.models.{kind},"
+    assert f"{kind}: not reached: {place} selects the keys in 2 of 2 layers, " in line
+    assert "and keeps no sinks; to be reached, run it with mlx_lm.generate (" in line
 
 
 @pytest.mark.parametrize("kind", small_models.KINDS)
@@ -194,7 +190,8 @@ def test_a_module_that_stands_there_first(folders, monkeypatch, kind):
     is_patched = kind == "deepseek_v32"
     assert (TWO_LAYERS in said_of(folders[kind])) == is_patched
     assert (
-        "not reached: keys are selected in 2 of 2 layers" in said_of(folders[kind])
+        "selects the keys in 2 of 2 layers, and keeps no sinks"
+        in said_of(folders[kind])
     ) != is_patched
 
 
@@ -219,10 +216,8 @@ def test_a_selector_that_nobody_here_has_seen(part):
     with heard(logging.INFO) as lines:
         make_prompt_cache(model)
     (line,) = lines
-    assert (
-        f"not reached: keys are selected in 1 of 1 layer by the {part.__name__} of"
-        in line
-    )
+    assert f"not reached: {part.__module__} (" in line
+    assert "selects the keys in 1 of 1 layer, and keeps no sinks" in line
 
 
 def test_models_with_windows_of_their_own_are_left():
@@ -284,7 +279,9 @@ def test_a_policy_of_a_models_own_has_its_line():
     assert said() == [off]
     mlx_sinks.apply(model, mlx_sinks.SinkPolicy(sinks=2))
     (own,) = said()
-    assert "keeping 2 sinks + 8 recent among the 16 keys selected in 2 layers" in own
+    assert (
+        "keeping 2 sinks + 8 recent among the 16 keys selected in 2 of 2 layers" in own
+    )
     mlx_sinks.unapply(model)
     assert said() == [off]
 
@@ -368,7 +365,7 @@ def test_selectors_wherever_they_are(model):
     mlx_sinks.install()
     with heard(logging.INFO) as lines:
         make_prompt_cache(model)
-    assert "not reached: keys are selected in 1 of 1 layer" in lines[0]
+    assert "selects the keys in 1 of 1 layer, and keeps no sinks" in lines[0]
 
 
 @pytest.mark.parametrize("name", ["topk_group", "top_k", "num_experts_per_tok"])
@@ -440,9 +437,12 @@ def hosts(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("gmlx._vendor.mlx_lm", "gmlx runs models by its own copy of mlx-lm, gmlx._v"),
-        ("host.vendor.mlx_lm", "host runs models by its own copy of mlx-lm, host.ve"),
-        ("mlx_vlm", "mlx_vlm runs models by code of its own: it isn't reached"),
+        (
+            "gmlx._vendor.mlx_lm",
+            "gmlx runs models with its own copy of mlx-lm (gmlx._",
+        ),
+        ("host.vendor.mlx_lm", "host runs models with its own copy of mlx-lm (host."),
+        ("mlx_vlm", "not reached: mlx_vlm runs models with code of its own, "),
     ],
 )
 def test_a_program_with_models_of_its_own(hosts, name, said):
@@ -456,10 +456,7 @@ def test_a_program_with_models_of_its_own(hosts, name, said):
         run(*through, PYTHONPATH=hosts),
     ):
         assert said in line_of(outcome)
-        assert (
-            "mlx_lm.generate runs mlx-lm's own code, which is reached"
-            in outcome.ours[0]
-        )
+        assert "to be reached, run them with mlx_lm.generate" in outcome.ours[0]
     off = python(code, PYTHONPATH=hosts, MLX_SINKS="0")
     assert (off.status, off.stderr) == (0, "")
 

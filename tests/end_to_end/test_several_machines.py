@@ -157,4 +157,4 @@ def test_the_commands_of_the_readme(folder, line, tmp_path):
         status, answer = server.complete(prompt=TEXTS[0], max_tokens=4)
         assert status == 200, answer
         lines = filter(is_ours, server.log().stderr.splitlines())
-        assert any("with a shared selection" in line for line in lines)
+        assert any("that reuse those selections" in line for line in lines)

@@ -104,7 +104,7 @@ def test_a_model_without_plain_layers_is_told(tmp_path):
     outcome = generate(folder, MLX_SINKS="1")
     assert outcome.status == 0
     (line,) = outcome.ours
-    assert f"a window of {WINDOW} tokens reaches no layer (2 CacheList)" in line
+    assert f"a window of {WINDOW} tokens has no effect (2 CacheList)" in line
 
 
 def test_a_saved_sink_cache_is_loaded_by_the_plain_command(folder, tmp_path):

@@ -165,7 +165,7 @@ def test_layers_with_caches_of_their_own_are_left_and_named(on):
     assert (full.max_size, full.keep, own.max_size, own.keep) == (20, 3, 8, 0)
     with heard() as lines:
         upstream.make_prompt_cache(small_models.make(), 20)
-    assert re.search("reaches no layer.*2 CacheList", lines[0])
+    assert re.search("has no effect.*2 CacheList", lines[0])
 
 
 @pytest.mark.parametrize("size", [3, 2, 0, -1])

@@ -178,7 +178,7 @@ def test_a_models_line_says_that_it_shares():
     alone, sharing = lines
     assert "share" not in alone
     shared = SMALL["indexer_types"].count("shared")
-    assert f"and the same in {shared} layers with a shared selection" in sharing
+    assert f"and the same in {shared} layers that reuse those selections" in sharing
 
 
 @pytest.mark.parametrize(
