@@ -131,9 +131,9 @@ def programs_here() -> list[dict[str, object]]:
             if "extra ==" not in each
         }
         copies = {
-            str(file.parent)
+            str(file.parent.parent)
             for file in distribution.files or ()
-            if file.parts[-2:] == ("mlx_lm", "__init__.py") and len(file.parts) > 2
+            if file.parts[-3:] == ("mlx_lm", "models", "cache.py") != file.parts
         }
         if copies:
             how, is_reached = f"carries a copy of mlx-lm ({min(copies)})", False
@@ -184,6 +184,7 @@ def _show(result: dict, targets: list[TargetState], console: Console) -> None:
         table.add_row(target.name, escape(target.release), target.state)
     console.print(table)
     table = Table("program here", "release", "reached", "how")
+    table.caption = "A program may bring code of its own: each model's line says so."
     for each in result["programs"]:
         reached = {True: "yes", False: "no", None: "in part"}[each["reached"]]
         cells = (each["name"], each["version"], reached, each["how"])

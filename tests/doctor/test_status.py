@@ -93,7 +93,8 @@ def others(tmp_path):
     package("a-studio", ["mlx_vlm (>=0.7)"])
     package("both", ["mlx-lm", "mlx-vlm"])
     package("only-an-extra", ['mlx-lm; extra == "lm"'])
-    package("carries", files=["carries/_vendor/mlx_lm/__init__.py"])
+    package("carries", files=["carries/_vendor/mlx_lm/models/cache.py"])
+    package("an-adapter", files=["adapter/mlx_lm/__init__.py"])
     package("mlx-vlm", files=["mlx_vlm/__init__.py"])
     return str(tmp_path)
 
