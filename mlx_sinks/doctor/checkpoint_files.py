@@ -25,7 +25,8 @@ _PACKED = {"qweight": "AWQ or GPTQ", "weight_packed": "compressed-tensors"}
 _NVFP4 = "weight_scale_2"
 # Counts that a configuration with indexers must have, and that it may have.
 _NEEDED = ("num_hidden_layers", "hidden_size", "q_lora_rank")
-_OPTIONAL = {"index_topk", "max_position_embeddings"}
+_OPTIONAL = {"index_topk", "index_n_heads", "index_head_dim"}
+_OPTIONAL |= {"max_position_embeddings"}
 # Most bytes that a header may have: a file of another format may claim any number.
 _LONGEST_HEADER = 100_000_000
 
@@ -82,7 +83,8 @@ class Checkpoint:
         if self.quantised_apart is None:
             return None
         stated = self.quantised_apart.get("quantization")
-        return {"quant_method": "modelopt", **(stated or {})}
+        stated = stated if isinstance(stated, dict) else {}
+        return {"quant_method": "modelopt", **stated}
 
     def indexers(self) -> dict[int, set[str]]:
         """For each layer, the parts of its indexer that have weights."""

@@ -491,6 +491,8 @@ def test_what_can_not_be_gets_a_sentence(
         ({"hidden_size": 0}, "hidden_size must be"),
         ({"q_lora_rank": None}, "q_lora_rank must be"),
         ({"index_topk": "16"}, "index_topk must be"),
+        ({"index_n_heads": None}, "index_n_heads must be"),
+        ({"index_head_dim": [1]}, "index_head_dim must be"),
         ({"max_position_embeddings": "4096"}, "max_position_embeddings must be"),
         ({"rope_parameters": None}, "configuration"),
         ({"index_topk_pattern": ["F", {}]}, "schedule"),

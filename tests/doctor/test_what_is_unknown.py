@@ -192,6 +192,13 @@ def test_a_format_that_this_mlx_lm_cannot_load_has_its_reason(doctor, tmp_path):
         assert "quantised by hqq, which this mlx-lm can't" in str(result["verdicts"])
 
 
+@pytest.mark.parametrize("stated", [None, [1], {"quant_algo": ["x"]}])
+def test_a_file_of_modelopts_that_says_nothing(doctor, tmp_path, stated):
+    apart = {"hf_quant_config": {"quantization": stated}}
+    folder = write_headers(tmp_path, CONFIG, packed(fp8), **apart)
+    assert causes(doctor(folder, variable=ON)[1])[0] == "quantisation"
+
+
 @pytest.mark.parametrize("kind", ["glm", "llama"])
 def test_quantised_weights_that_no_configuration_names(doctor, tmp_path, kind):
     """As a config.json of the original beside weights of a conversion."""
