@@ -266,7 +266,7 @@ def test_an_unchanged_copy_of_upstream_is_patched(folder, kept, tmp_path):
     source = Path(deepseek_v32.__file__).read_text()
     outcome = generate_with(source, folder, tmp_path)
     assert (outcome.status, outcome.stdout) == (0, kept.stdout + "True\n")
-    assert "deepseek_v32.Model: keeping 4 sinks + 8 recent among " in outcome.stderr
+    assert "deepseek_v32: keeping 4 sinks + 8 recent among " in sentence(outcome)
 
 
 @pytest.mark.parametrize(
