@@ -29,7 +29,7 @@ for _ in range(2):
 # Whether ours is what upstream's indexers call.
 PATCHED = """
 from mlx_lm.models.deepseek_v32 import Indexer
-print(hasattr(Indexer.__call__, "sinks_upstream"))
+print(hasattr(Indexer.__call__, "sinks_mark"))
 """
 
 
@@ -74,7 +74,7 @@ own = mlx_lm.__spec__.loader
 assert own is mlx_lm.__loader__ and type(own) is not type(spec.loader)
 assert own.get_source("mlx_lm") == spec.loader.get_source("mlx_lm")
 import mlx_lm.models.deepseek_v32 as module
-assert hasattr(module.Indexer.__call__, "sinks_upstream")
+assert hasattr(module.Indexer.__call__, "sinks_mark")
 """
 
 

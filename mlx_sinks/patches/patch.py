@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..policy import SinkPolicy
-from ..targets import Target
+from ..targets import TARGETS, Target
 
 # Whether upstream is being tried: then nothing is refused, whatever it calls.
 trying: ContextVar[bool] = ContextVar("trying", default=False)
@@ -23,6 +24,60 @@ trying: ContextVar[bool] = ContextVar("trying", default=False)
 
 class PatchError(RuntimeError):
     """An upstream that can't be patched; it is left as it was."""
+
+
+@dataclass(frozen=True)
+class _Link:
+    """What one patch does around a function of upstream's.
+
+    Parameters
+    ----------
+    order : int
+        Links of lower order come first, further from upstream's function.
+    ours : callable
+        By which the patch knows its link.
+    around : callable
+        Called with the next link, or upstream's function, and the call's arguments.
+    """
+
+    order: int
+    ours: Callable
+    around: Callable
+
+
+class _Mark:
+    """What stands in the place of upstream's code, and what it replaces.
+
+    Several patches share a function of upstream's: each has a link.
+    """
+
+    def __init__(self, upstream: Any, ours: type | None = None):
+        self.upstream = upstream
+        self.links: list[_Link] = []
+        self._call = upstream
+        self.ours = self._function() if ours is None else ours
+        self.ours.sinks_mark = self
+
+    def link(self, links: Iterable[_Link]) -> None:
+        """Have calls go through these links, and no other."""
+        self.links = sorted(links, key=lambda link: link.order)
+        call = self.upstream
+        for link in reversed(self.links):
+            around = functools.partial(link.around, call)
+            call = functools.update_wrapper(around, self.upstream)
+        self._call = call
+
+    def _function(self) -> Callable:
+        @functools.wraps(self.upstream)
+        def function(*arguments, **named):
+            return self._call(*arguments, **named)
+
+        return function
+
+
+def _mark_of(code: Any) -> _Mark | None:
+    """The mark of ours; a wrapper or subclass of it has it too."""
+    return getattr(code, "sinks_mark", None)
 
 
 @dataclass(frozen=True)
@@ -38,11 +93,14 @@ class Site:
     ours : callable or type
         A function is called with the policy in force, upstream's function, and the
         call's arguments. A class replaces upstream's, of which it is a subclass.
+    home : str, optional
+        The module that defines it; by default the patch's, or that of ``holder``.
     """
 
     holder: Any
     name: str
     ours: Callable | type
+    home: str | None = None
 
     @property
     def found(self) -> Any:
@@ -58,22 +116,45 @@ class Site:
     @property
     def replaced(self) -> Any | None:
         """What ours replaces; ``None`` where something else is there."""
-        ours, upstream = getattr(self.found, "sinks_upstream", (None, None))
-        return upstream if ours is self.found else None
+        mark = _mark_of(self.found)
+        return mark.upstream if mark and mark.ours is self.found else None
 
     @property
     def leads_to_ours(self) -> bool:
-        """Whether calls reach ours; a wrapper or subclass of it has its mark."""
-        return hasattr(self.found, "sinks_upstream")
+        """Whether calls reach ours, also through a wrapper or subclass of it."""
+        mark = _mark_of(self.found)
+        if mark is None or isinstance(mark.ours, type):
+            return mark is not None
+        return any(link.ours == self.ours for link in mark.links)
 
-    def put(self, value: Any) -> None:
-        """Put a function or class there."""
+    def lead(self, order: int, around: Callable) -> None:
+        """Have calls reach ours: a class as it is, a function as one of the links."""
+        if self.leads_to_ours:
+            return
+        if isinstance(self.ours, type):
+            return self._put(_Mark(self.found, self.ours).ours)
+        mark = _mark_of(self.found)
+        if mark is None:
+            mark = _Mark(self.found)
+            self._put(mark.ours)
+        mark.link([*mark.links, _Link(order, self.ours, around)])
+
+    def restore(self) -> None:
+        """Take ours away, and put upstream's code back where no other link is left."""
+        mark = _mark_of(self.found)
+        if mark is not None:
+            mark.link(each for each in mark.links if each.ours != self.ours)
+            if mark.ours is self.found and not mark.links:
+                self._put(mark.upstream)
+
+    def _put(self, value: Any) -> None:
         bound = isinstance(vars(self.holder)[self.name], classmethod)
         setattr(self.holder, self.name, classmethod(value) if bound else value)
 
     def strange(self, module: str) -> str | None:
         """Whose code is there, if it is neither ours nor upstream's."""
-        code, home = self.upstream, getattr(self.holder, "__module__", module)
+        code = self.upstream
+        home = self.home or getattr(self.holder, "__module__", module)
         if isinstance(code, type) and code not in self.ours.__mro__:
             if code.__module__ == home:
                 return f"{self.name} was loaded again after it had been patched"
@@ -260,7 +341,7 @@ class Patch:
             strange = (
                 site.strange(module.__name__)
                 for site in self.sites(module)
-                if not site.leads_to_ours  # a wrapper around ours that was left
+                if _mark_of(site.found) is None  # else a link can lead to ours
             )
             with _trial():
                 return next(filter(None, strange), None) or self.self_check(module)
@@ -278,8 +359,7 @@ class Patch:
         self._unguard()
         self.follow(policy)
         for site in self.sites(module):
-            if not site.leads_to_ours:
-                site.put(self._instead_of(site.found, site.ours))
+            site.lead(self._order, functools.partial(self._around, site.ours))
 
     def guard(
         self, module: ModuleType, reason: str, refuse: Callable[[], None]
@@ -296,8 +376,7 @@ class Patch:
         except (AttributeError, ImportError, KeyError):  # no place is there
             guards = []
         for site in guards:
-            if not site.leads_to_ours:  # else another patch stands guard there
-                site.put(_guarding(site.found, site.ours))
+            site.lead(self._order, functools.partial(_guarding, site.ours))
             self._guarded.append(site)
         return bool(self._guarded)
 
@@ -309,8 +388,7 @@ class Patch:
     def _unguard(self) -> None:
         self.refused = None
         for site in self._guarded:
-            if upstream := site.replaced:
-                site.put(upstream)
+            site.restore()
         self._guarded.clear()
 
     def uninstall(self, module: ModuleType) -> None:
@@ -321,8 +399,7 @@ class Patch:
         self._told = None
         self._mute()
         for site in self._known(module):
-            if upstream := site.replaced:
-                site.put(upstream)
+            site.restore()
 
     def _known(self, module: ModuleType) -> list[Site]:
         """The sites; none where upstream lacks one of them and so can't be patched."""
@@ -334,35 +411,36 @@ class Patch:
             return []
         return sites
 
-    def _instead_of(self, upstream: Any, ours: Any) -> Any:
-        if isinstance(ours, type):
-            ours.sinks_upstream = ours, upstream
-            return ours
+    @property
+    def _order(self) -> int:
+        """Patches come in the order of ``TARGETS``, and what is no target last."""
+        names = [*TARGETS, self.target.name]
+        return names.index(self.target.name)
 
-        @functools.wraps(upstream)
-        def function(*arguments, **named):
-            policy = self.policy_for(*arguments)
-            if policy is None:
-                return upstream(*arguments, **named)
-            return ours(policy, upstream, *arguments, **named)
-
-        function.sinks_upstream = function, upstream
-        return function
+    def _around(self, ours: Callable, upstream: Callable, *arguments, **named):
+        policy = self.policy_for(*arguments)
+        if policy is None:
+            return upstream(*arguments, **named)
+        return ours(policy, upstream, *arguments, **named)
 
 
-def _guarding(upstream: Any, refuse: Any) -> Any:
+def _guarding(refuse: Callable, upstream: Callable, *arguments, **named):
     """Upstream's function, with a look at the arguments before it."""
-    if isinstance(refuse, type):
-        refuse.sinks_upstream = refuse, upstream
-        return refuse
+    refuse(*arguments, **named)
+    return upstream(*arguments, **named)
 
-    @functools.wraps(upstream)
-    def function(*arguments, **named):
-        refuse(*arguments, **named)
-        return upstream(*arguments, **named)
 
-    function.sinks_upstream = function, upstream
-    return function
+def by_name(
+    function: Callable, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
+    """A call's arguments, however they were given, and the defaults of the others."""
+    bound = inspect.signature(function).bind_partial(*arguments, **named)
+    bound.apply_defaults()
+    rest = [
+        p.name for p in bound.signature.parameters.values() if p.kind is p.VAR_KEYWORD
+    ]
+    others = {name: each for key in rest for name, each in bound.arguments[key].items()}
+    return {**bound.arguments, **others}
 
 
 def present(module: ModuleType, names: Iterable[str], ours: Callable) -> list[Site]:
@@ -377,13 +455,14 @@ def present(module: ModuleType, names: Iterable[str], ours: Callable) -> list[Si
 
 def everywhere(module: ModuleType, name: str, ours: Callable) -> Iterator[Site]:
     """The sites of a function: its own module, and all that imported it by name."""
-    home = Site(module, name, ours)
+    home = Site(module, name, ours, module.__name__)
     yield home
     # Where somebody's wrapper of ours was left, it isn't the wrapper that others have.
-    _, upstream = getattr(home.found, "sinks_upstream", (None, home.found))
+    mark = _mark_of(home.found)
+    upstream = home.found if mark is None else mark.upstream
     for holder in list(sys.modules.values()):
         if holder is not module and name in getattr(holder, "__dict__", {}):
-            site = Site(holder, name, ours)
+            site = Site(holder, name, ours, module.__name__)
             if site.upstream is upstream:
                 yield site
 
