@@ -16,17 +16,23 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ..policy import PolicyError, SinkPolicy
-from ..upstream.caches import fresh_caches, kinds, plain_layers
+from ..upstream.caches import fresh_caches, kinds, plain_layers, prompt_caches
 from ..variable import VARIABLE
 from ..windows.rotating import RotatingSinkBatch, rotating_mask
 from ..windows.sink_cache import SinkCache
+from ..windows.speculation import speculating
 from ..windows.window import Window
-from .patch import Patch, Reach, Site, Use, everywhere, present
+from .patch import Patch, Reach, Site, Use, by_name, everywhere, present
 
 WITHOUT = f'{VARIABLE}="rotating=0" goes back to upstream\'s windows'
+UNQUANTISED = (
+    "mlx-lm can't quantise a rotating window: leave out kv_bits or max_kv_size "
+    f"({WITHOUT})"
+)
 
 
 class RotatingPatch(Patch):
@@ -36,6 +42,7 @@ class RotatingPatch(Patch):
         """Methods of ``RotatingKVCache``, and functions that make one.
 
         In mlx-lm 0.31 the batch generator makes windows itself, without kept tokens.
+        A draft model's rejected tokens are trimmed, also past what a window evicted.
         """
         for name in ("make_mask", "merge", "to_quantized", "trim"):
             yield Site(module.RotatingKVCache, name, getattr(self, f"_{name}"))
@@ -45,6 +52,9 @@ class RotatingPatch(Patch):
         generator = getattr(generate, "BatchGenerator", None)
         if hasattr(generator, "_make_new_cache"):
             yield Site(generator, "_make_new_cache", self._make_new_cache)
+        for name in ("generate_step", "speculative_generate_step", "stream_generate"):
+            if hasattr(generate, name):
+                yield from everywhere(generate, name, getattr(self, f"_{name}"))
 
     def guards(self, module: ModuleType, refuse) -> list[Site]:
         """Windows without kept tokens, as of a model's own sliding layers, pass."""
@@ -165,10 +175,7 @@ class RotatingPatch(Patch):
     def _to_quantized(self, policy, upstream, cache, *arguments, **named):
         if not cache.keep:
             return upstream(cache, *arguments, **named)
-        raise PolicyError(
-            "mlx-lm can't quantise a rotating window: leave out kv_bits or max_kv_size "
-            f"({WITHOUT})"
-        )
+        raise PolicyError(UNQUANTISED)
 
     def _trim(self, policy, upstream, cache, n):
         if cache.keep and n > 0 and not cache.is_trimmable():
@@ -205,6 +212,36 @@ class RotatingPatch(Patch):
             )
         self.tell(model, caches, max_kv_size)
         return caches
+
+    def _generate_step(self, policy, upstream, prompt, model, *arguments, **named):
+        self._refuse_to_quantise(named, model)
+        return upstream(prompt, model, *arguments, **named)
+
+    def _speculative_generate_step(
+        self, policy, upstream, prompt, model, draft_model, *arguments, **named
+    ):
+        self._refuse_to_quantise(named, model, draft_model)
+        drafts = by_name(upstream, (), named)["num_draft_tokens"]
+        caches = prompt_caches(named, model, draft_model)
+        # Upstream trims once more where it is interrupted just after a trim.
+        with speculating(caches, 2 * drafts):
+            yield from upstream(prompt, model, draft_model, *arguments, **named)
+
+    def _refuse_to_quantise(self, named: dict[str, Any], *models: nn.Module) -> None:
+        """Before the first token: upstream quantises after thousands of them."""
+        if named.get("kv_bits") is None:
+            return
+        if any(map(self._window, prompt_caches(named, *models))):
+            raise PolicyError(UNQUANTISED)
+
+    def _stream_generate(self, policy, upstream, *arguments, **named):
+        """Beside a draft model upstream drops ``max_kv_size``: caches come along."""
+        given = by_name(upstream, arguments, named)
+        size, draft = named.get("max_kv_size"), given["draft_model"]
+        if None not in (size, draft) and named.get("prompt_cache") is None:
+            prompt_caches(named, given["model"], draft)
+            del named["max_kv_size"]
+        yield from upstream(*arguments, **named)
 
     def _make_new_cache(self, policy, upstream, generator):
         maker = sys.modules[self.target.module].make_prompt_cache

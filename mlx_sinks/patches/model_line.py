@@ -22,7 +22,7 @@ from ..logger import inform, layers, warn
 from ..policy import PolicyError, SinkPolicy
 from ..sparse.selectors import selecting_layers
 from ..targets import Target
-from .patch import Patch, PatchError, Site, Use, everywhere, present
+from .patch import Patch, PatchError, Site, Use, by_name, everywhere, present
 
 # What mlx-lm calls the module of a folder's model_file.
 _FOLDERS_OWN = "custom_model"
@@ -75,16 +75,16 @@ class ModelLine(Patch):
         return loaded
 
     def _generate(self, policy, upstream, *arguments, **named):
-        self._before(_by_name(upstream, arguments, named))
+        self._before(by_name(upstream, arguments, named))
         return upstream(*arguments, **named)
 
     def _stream_generate(self, policy, upstream, *arguments, **named):
         """Nothing is said, made or refused before the first token is asked for."""
-        self._before(_by_name(upstream, arguments, named))
+        self._before(by_name(upstream, arguments, named))
         yield from upstream(*arguments, **named)
 
     def _insert_segments(self, policy, upstream, *arguments, **named):
-        given = _by_name(upstream, arguments, named)
+        given = by_name(upstream, arguments, named)
         generator, caches = given.get("self"), given.get("caches") or []
         facts = {
             "model": getattr(generator, "model", None),
@@ -102,15 +102,19 @@ class ModelLine(Patch):
             make = getattr(
                 sys.modules["mlx_lm.models.cache"], "make_prompt_cache", _made
             )
+            beside = None
+            if size is not None and caches is not None:
+                beside = "a prompt cache"
+            elif size is not None and draft is not None and not self._is_on("rotating"):
+                beside = "a draft model"
+            made = None if beside else size
             if draft is not None and caches is None:
-                self.tell(draft, make(draft))
-            beside = "a draft model" if draft is not None else "a prompt cache"
-            is_dropped = size is not None and not (draft is caches is None)
-            if caches is not None:  # a draft model's come after the model's own
-                made = caches[: len(_layers(model))]
-            else:
-                made = make(model) if is_dropped else make(model, max_kv_size=size)
-            self.tell(model, made, size, beside if is_dropped else None)
+                self.tell(draft, make(draft, max_kv_size=made), made)
+            if caches is None:
+                caches = make(model, max_kv_size=made)
+            else:  # a draft model's come after the model's own
+                caches = caches[: len(_layers(model))]
+            self.tell(model, caches, size, beside)
 
     @contextmanager
     def _harmless(self, model: Any) -> Iterator[None]:
@@ -166,7 +170,6 @@ class ModelLine(Patch):
 
     def _tell_of(self, use: Use, dropped: str | None) -> None:
         kept, missed, left = [], [dropped], []
-        on = {patch.target.name: patch for patch in self._patches() if patch.is_there}
         for patch in self._patches():
             if patch.is_there and (reach := patch.reach(use, patch.policy)):
                 kept.append(reach.kept)
@@ -176,9 +179,9 @@ class ModelLine(Patch):
             if idle:
                 why = "no fault" if patch.refused else f"{patch.target.name} is off"
                 left.append(f"{layers(len(idle))} select as upstream does ({why})")
-        if "rotating" not in on:
+        if not self._is_on("rotating"):
             left.append(_upstreams_window(use))
-        if self._policy.kv_budget is not None and "snapkv" not in on:
+        if self._policy.kv_budget is not None and not self._is_on("snapkv"):
             left.append("prompts stay whole (snapkv is off)")
         missed += self._out_of_reach(use.model)
         keeping = " and ".join(filter(None, kept))
@@ -186,6 +189,9 @@ class ModelLine(Patch):
         sentence = "; ".join(filter(None, clauses)) or _nothing(use)
         say = warn if any(missed) else inform
         say(f"{_name(type(use.model))}: {sentence} ({self._releases()})")
+
+    def _is_on(self, target: str) -> bool:
+        return any(p.is_there for p in self._patches() if p.target.name == target)
 
     def _out_of_reach(self, model: nn.Module) -> list[str]:
         """A sentence for each class that selects keys without us."""
@@ -206,17 +212,6 @@ class ModelLine(Patch):
             f"and keeps no sinks; {_whose(kind)[1]}"
             for kind, count in kinds.items()
         ]
-
-
-def _by_name(
-    function: Callable, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> dict[str, Any]:
-    """A call's arguments, however they were given."""
-    parameters = inspect.signature(function).parameters.values()
-    names = (
-        each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD
-    )
-    return {**dict(zip(names, arguments)), **named}
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

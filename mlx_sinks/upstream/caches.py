@@ -55,6 +55,25 @@ def stacked(rows: list[mx.array | None], sizes: list[int]) -> mx.array | None:
     return mx.concatenate(padded, axis=0)
 
 
+def prompt_caches(named: dict[str, Any], *models: nn.Module) -> list[Any]:
+    """A call's prompt cache, or a new one, as a list to be updated in place.
+
+    Parameters
+    ----------
+    named : dict
+        The call's named arguments. ``prompt_cache`` becomes the list.
+    models : mlx.nn.Module
+        Those that the call generates with; a draft model comes last.
+    """
+    caches = named.get("prompt_cache")
+    if caches is None:
+        size = named.get("max_kv_size")
+        make = upstream.make_prompt_cache  # looked up now: it may be patched
+        caches = [cache for model in models for cache in make(model, size)]
+    named["prompt_cache"] = caches if isinstance(caches, list) else list(caches)
+    return named["prompt_cache"]
+
+
 def fresh_caches(model: nn.Module) -> list[Any]:
     """Upstream's caches, whatever ``make_prompt_cache`` is patched to say."""
     if hasattr(model, "make_cache"):

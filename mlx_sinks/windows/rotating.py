@@ -21,7 +21,7 @@ class RotatingSinkBatch(BatchSinkCache):
     @classmethod
     def merge(cls, caches: list[Any]) -> RotatingSinkBatch:
         """One cache of several sequences."""
-        return super().merge([_as_sink_cache(cache) for cache in caches])
+        return super().merge([as_sink_cache(cache) for cache in caches])
 
     def extract(self, index: int) -> Any:
         """One sequence, as upstream's own cache."""
@@ -29,9 +29,7 @@ class RotatingSinkBatch(BatchSinkCache):
         cache = upstream.RotatingKVCache(
             max_size=held.window.size, keep=held.window.sinks
         )
-        if not held.empty():
-            cache.keys, cache.values = held.in_order()
-            cache.offset, cache._idx = held.offset, held.size()
+        continue_from(held, cache)
         return cache
 
 
@@ -64,8 +62,16 @@ def rotating_mask(
     return window.visible(positions[None], queries[None], window_size)[0, 0]
 
 
-def _as_sink_cache(cache: Any) -> SinkCache:
+def as_sink_cache(cache: Any) -> SinkCache:
+    """A cache that continues from a ``RotatingKVCache``, with the same window."""
     if cache.keys is None:
         return SinkCache(cache.max_size, cache.keep)
     keys, values = map(cache._temporal_order, (cache.keys, cache.values))
     return SinkCache.of(cache.max_size, cache.keep, cache.offset, keys, values)
+
+
+def continue_from(held: SinkCache, cache: Any) -> None:
+    """Have a ``RotatingKVCache`` continue from a cache with the same window."""
+    if not held.empty():
+        cache.keys, cache.values = held.in_order()
+        cache.offset, cache._idx = held.offset, held.size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -53,6 +54,12 @@ class SinkCache(OwnCache):
 
     def _start(self, positions: Positions, seen: list[int]):
         self.window = positions.window
+        # The columns held: the window's, and a reserve while one is asked for.
+        self._storage = positions.window
+        # With a reserve, the first position after the sinks from which on all are held.
+        self._held_from = 0
+        # Whether a program was told that this cache can be trimmed.
+        self._said_trimmable = False
         self.keys = self.values = None
         # Tokens seen of each sequence; negative while its left padding is read.
         self._seen = seen
@@ -119,6 +126,44 @@ class SinkCache(OwnCache):
             mx.take_along_axis(self.values, order, axis=2),
         )
 
+    def reserve(self, tokens: int) -> None:
+        """Go on to hold what a trim of ``tokens`` brings back into the window.
+
+        No query sees it. It takes as many columns. 0 drops it. One sequence only.
+
+        Raises
+        ------
+        ValueError
+            Positions are local: what a trim brings back was moved since.
+        """
+        self.check_reserve(tokens)
+        self._said_trimmable &= tokens > 0
+        storage = Window(self.window.size + tokens, self.window.sinks)
+        seen, before = self._seen[0], self._storage
+        if before == self.window:  # nothing evicted is held so far
+            evicts = seen > self.window.size
+            self._held_from = (seen - self.window.recent) * evicts
+        self._storage = storage
+        if self.keys is not None and storage != before:
+            (positions,) = storage.held([seen], self._held_columns())
+            source = _rows(np.array([[before.column(p) for p in positions]]))
+            self.keys = mx.take_along_axis(self.keys, source, axis=2)
+            self.values = mx.take_along_axis(self.values, source, axis=2)
+
+    def check_reserve(self, tokens: int) -> None:
+        """Refuse what ``reserve`` refuses, and change nothing.
+
+        Raises
+        ------
+        ValueError
+            As from ``reserve``.
+        """
+        if tokens and self.rotation is not None:
+            raise ValueError(
+                "a window with position_mode='local' can't be used with a draft model: "
+                "what it evicts can't be given back; use 'absolute'"
+            )
+
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
@@ -140,6 +185,9 @@ class SinkCache(OwnCache):
         update = self._append if self._fits(L) else self._replace
         fetched = update(keys, values)
         self._seen = [seen + L for seen in self._seen]
+        if self._storage != self.window and self._seen[0] > self._storage.size:
+            overwritten = self._seen[0] - self._storage.recent
+            self._held_from = max(self._held_from, overwritten)
         if self._ends is None:
             self.keys = self._positions.rebase(self.keys, self._seen)
         return fetched
@@ -157,9 +205,11 @@ class SinkCache(OwnCache):
             True where a query sees a column; ``None`` where each sees all.
         """
         if self._fits(N) and not self.window.narrowed_by(window_size):
-            if N == 1:
+            hides = self._storage != self.window
+            hides = hides and self._seen[0] + N > self.window.size
+            if N == 1 and not hides:
                 return None
-            if not return_array:
+            if not (return_array or hides):
                 return "causal"
         return self._visible(N, window_size)[0, 0]
 
@@ -167,11 +217,12 @@ class SinkCache(OwnCache):
         """Whether L new tokens fit into columns that none of their queries needs."""
         if self._ends is not None or min(self._seen) < 0:
             return False  # padding has no column
-        return L == 1 or max(self._seen) + L <= self.window.size
+        reserve = self._storage.size - self.window.size
+        return L <= 1 + reserve or max(self._seen) + L <= self._storage.size
 
     def _held_columns(self, L: int = 0) -> int:
         ends = self._ends_after(L)
-        return min(max(0, *ends), self.window.size)
+        return min(max(0, *ends), self._storage.size)
 
     def _ends_after(self, L: int) -> list[int]:
         """Tokens of each sequence after a step, without its right padding."""
@@ -181,7 +232,7 @@ class SinkCache(OwnCache):
     def _visible(self, L: int, window_size: int | None) -> mx.array:
         step = np.array(self._seen)[:, None] + np.arange(L)
         if self._fits(L):
-            held = self.window.held(self._ends_after(L), self._held_columns(L))
+            held = self._storage.held(self._ends_after(L), self._held_columns(L))
             return self.window.visible(held, step, window_size)
         new, queries = np.where(step < 0, EMPTY, step), step
         if self._ends is not None:
@@ -190,7 +241,7 @@ class SinkCache(OwnCache):
             # Queries of padding see what the last real one sees: a query that sees
             # nothing would give NaN.
             queries = np.minimum(step, ends - 1)
-        held = self.window.held(self._ends_after(0), self._held_columns())
+        held = self._storage.held(self._ends_after(0), self._held_columns())
         keys = np.concatenate([held, new], axis=1)
         return self.window.visible(keys, queries, window_size)
 
@@ -198,9 +249,9 @@ class SinkCache(OwnCache):
         """Put a step's tokens into their columns."""
         L = keys.shape[2]
         ends = [seen + L for seen in self._seen]
-        held = min(max(ends), self.window.size)
+        held = min(max(ends), self._storage.size)
         self._grow(keys, values, held)
-        column = self.window.column
+        column = self._storage.column
         columns = [[column(n) for n in range(end - L, end)] for end in ends]
         self.values = _put(self.values, columns, values)
         if sinks := self._positions.sinks_to_move(ends):
@@ -223,7 +274,7 @@ class SinkCache(OwnCache):
         missing = columns - (0 if self.keys is None else self.keys.shape[2])
         if missing <= 0:
             return
-        extra = missing + min(self.window.size - columns, -columns % self.step)
+        extra = missing + min(self._storage.size - columns, -columns % self.step)
 
         def grown(held, new):
             B, H, _, D = new.shape
@@ -247,7 +298,7 @@ class SinkCache(OwnCache):
             new, old = held + positions - seen, np.arange(positions.shape[1])
             return np.clip(np.where(positions >= seen, new, old), 0, max(T - 1, 0))
 
-        source = columns_of(self.window.held(ends, self._held_columns(L)))
+        source = columns_of(self._storage.held(ends, self._held_columns(L)))
         if sinks := self._positions.sinks_to_move(ends):
             where = _rows(columns_of(np.arange(sinks)[None]))
             moved = mx.take_along_axis(keys, where, axis=2)
@@ -259,8 +310,22 @@ class SinkCache(OwnCache):
         return keys, values
 
     def is_trimmable(self) -> bool:
-        """Whether any number of tokens can be trimmed: as long as none is evicted."""
-        return self._ends is None and max(self._seen) <= self.window.size
+        """Whether tokens can be trimmed: while none is evicted, or with a reserve.
+
+        A program that was told so goes on to rely on it: then ``trim`` refuses what it
+        can't do, and upstream's ``trim_prompt_cache`` doesn't pass it over.
+        """
+        self._said_trimmable |= self._storage != self.window or self._can_trim(1)
+        return self._said_trimmable
+
+    def _can_trim(self, n: int) -> bool:
+        """Whether all is held that queries see after a trim of ``n`` tokens."""
+        if self._ends is not None:
+            return False
+        if self._storage == self.window:
+            return max(self._seen) <= self.window.size
+        seen = self._seen[0] - n
+        return self._held_from <= max(self.window.sinks, seen - self.window.recent)
 
     def trim(self, n: int) -> int:
         """Trim the newest ``n`` tokens; return how many were trimmed.
@@ -284,7 +349,7 @@ class SinkCache(OwnCache):
             As from ``trim``.
         """
         n = min(n, max(0, min(self._seen)))
-        if n > 0 and not self.is_trimmable():
+        if n > 0 and not self._can_trim(n):
             raise ValueError(
                 f"can't trim {n} tokens: {self.evictions} were evicted, and the window "
                 f"of {self.window.size} would have to hold them again; prefill anew"
@@ -307,6 +372,10 @@ class SinkCache(OwnCache):
                 "only caches of one kind, with the same window, sinks and position "
                 "mode, make a batch"
             )
+        if other._storage != other.window:
+            raise ValueError(
+                "a cache that a draft model is used with can't be part of a batch"
+            )
 
     @property
     def state(self):
@@ -323,7 +392,11 @@ class SinkCache(OwnCache):
         if rotation is not None:
             state.append(mx.array(rotation.freqs))
         if self.keys is not None:
-            state += self._held_arrays()
+            held = self
+            if self._storage != self.window:  # what is saved has no reserve
+                held = copy.copy(self)
+                held.reserve(0)
+            state += held._held_arrays()
         if positions.originals is not None:
             state.append(positions.originals)
         return apart(state)

@@ -89,7 +89,8 @@ def test_run_keeps_what_is_switched_off(folder):
     [
         (4, (), "sinks=4 must be smaller than max_kv_size=4"),
         (0, (), "max_kv_size must be a whole number of tokens >= 1, not 0"),
-        (24, ("--kv-bits", "4", "--quantized-kv-start", "0"), "can't quantise"),
+        # Upstream quantises after thousands of tokens: it is refused before the first.
+        (24, ("--kv-bits", "4"), "can't quantise a rotating window: leave out kv_bits"),
     ],
 )
 def test_what_cannot_be_ends_with_a_sentence(folder, window, more, sentence):
@@ -97,6 +98,43 @@ def test_what_cannot_be_ends_with_a_sentence(folder, window, more, sentence):
     assert outcome.status != 0
     assert sentence in outcome.ours[-1]
     assert "Traceback" not in outcome.stderr
+    assert outcome.stdout == ""
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    path = tmp_path_factory.mktemp("draft")
+    return small_models.write_llama_folder(path, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_beside_a_draft_model_it_is_the_same_window(folder, draft, drafts):
+    """Upstream makes none there. One that lost evicted tokens writes other text."""
+    more = ("--draft-model", draft, "--num-draft-tokens", drafts)
+    outcome = generate(folder, *more, MLX_SINKS="1")
+    assert (outcome.status, outcome.stdout) == (0, in_process(folder, 4))
+    kept = f"keeping 4 sinks in a window of {WINDOW} tokens, in "
+    assert [kept in line for line in outcome.ours] == [True, True]
+    assert "in 1 of 1 layers" in outcome.ours[0]
+    assert "in 2 of 2 layers" in outcome.ours[1]
+
+
+def test_beside_a_draft_model_it_can_be_switched_off(folder, draft):
+    stock, off = (
+        generate(folder, "--draft-model", draft, **variables)
+        for variables in ({}, {"MLX_SINKS": "rotating=0"})
+    )
+    assert (off.status, off.stdout) == (stock.status, stock.stdout)
+    dropped = f"mlx-lm makes no window of {WINDOW} tokens beside a draft model"
+    assert any(dropped in line for line in off.ours)
+
+
+def test_a_draft_models_window_is_not_quantised_either(folder, draft):
+    more = ("--draft-model", draft, "--kv-bits", "4")
+    outcome = generate(folder, *more, MLX_SINKS="1")
+    assert outcome.status != 0
+    assert "can't quantise a rotating window" in outcome.ours[-1]
+    assert outcome.stdout == ""
 
 
 def test_a_model_without_plain_layers_is_told(tmp_path):

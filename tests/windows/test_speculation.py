@@ -1,0 +1,166 @@
+"""Speculative decoding with a window: the tokens of plain decoding, and its caches."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache, RotatingKVCache, trim_prompt_cache
+
+import mlx_sinks
+import small_models
+from mlx_sinks import SinkCache
+from mlx_sinks.windows.speculation import speculating
+from speculations import Case, differs, generate, model
+from window_streams import check, feed, stream
+
+
+@pytest.fixture
+def rotating():
+    with mlx_sinks.patched(targets=["rotating"]):
+        yield
+
+
+# What is in the issue, past the window, with a draft that is mostly wrong.
+CASE = Case(20, 4, prompt=16, drafts=3, new=30, step=512, rotating=False, draft=1)
+
+
+@pytest.mark.parametrize("kept_by_upstream", [False, True])
+@pytest.mark.parametrize("draft", [0, 1], ids=["itself", "another"])
+def test_the_tokens_are_those_of_plain_decoding(rotating, kept_by_upstream, draft):
+    case = Case(20, 4, 16, 3, 30, 512, kept_by_upstream, draft)
+    plain, (tokens, accepted, _) = case.plainly(), case.with_drafts()
+    assert tokens == plain
+    assert (accepted >= 20) == (draft == 0)
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_whatever_the_window_and_the_drafts(data):
+    with mlx_sinks.patched(targets=["rotating"]):
+        case = Case.drawn(lambda low, high: data.draw(st.integers(low, high)))
+        wrong, _ = differs(case)
+    assert not wrong
+
+
+@pytest.mark.parametrize("kept_by_upstream", [False, True])
+def test_the_caches_go_on_as_if_nothing_had_been_trimmed(rotating, kept_by_upstream):
+    """The last token was never read; the caches are the list's own, without a rest."""
+    case = Case(20, 4, 16, 3, 30, 512, kept_by_upstream, 1)
+    tokens, _, caches = case.with_drafts()
+    kind = RotatingKVCache if kept_by_upstream else SinkCache
+    assert {type(cache) for cache in caches} == {kind}
+    read = case.tokens() + tokens
+    read = read[: caches[0].offset]
+    fresh = case.caches(model(0))
+    small_models.logits(model(0), read, [len(read)], fresh)
+    after = [
+        small_models.logits(model(0), small_models.tokens(7, 9), [1] * 9, each)
+        for each in (caches[:2], fresh)
+    ]
+    np.testing.assert_allclose(*after, atol=1e-4)
+    assert caches[0].nbytes == fresh[0].nbytes
+
+
+def test_a_models_own_sliding_windows_too(rotating):
+    """Upstream's lose what rejected drafts evicted."""
+    caches = [RotatingKVCache(max_size=12) for _ in range(4)]
+    plain, speculated = (
+        [int(step[0]) for step in steps]
+        for steps in (
+            generate.generate_step(
+                mx.array(CASE.tokens()),
+                model(0),
+                max_tokens=30,
+                prompt_cache=copy.deepcopy(caches[:2]),
+            ),
+            generate.speculative_generate_step(
+                mx.array(CASE.tokens()),
+                model(0),
+                model(1),
+                max_tokens=30,
+                prompt_cache=caches,
+            ),
+        )
+    )
+    assert speculated == plain
+
+
+STEPS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=12)
+
+
+@given(st.data(), st.integers(1, 24), st.integers(1, 8), STEPS)
+@settings(max_examples=60, deadline=None)
+def test_what_is_seen_after_trims(data, window, reserve, steps):
+    """Each step against float64; each trim is one that the reserve allows."""
+    sinks = data.draw(st.integers(0, window - 1))
+    first = data.draw(st.integers(0, 40))
+    cache, whole = SinkCache(window, sinks), stream(1, 200)
+    seen = check(cache, whole, [first] if first else [], window, sinks)
+    caches = [cache, KVCache()]
+    with speculating(caches, reserve):
+        for new, trimmed in steps:
+            seen = check(cache, whole, [new], window, sinks, start=seen)
+            trimmed = min(trimmed, new, reserve)
+            assert cache.is_trimmable()
+            cache.trim(trimmed)
+            seen -= trimmed
+            assert cache.offset == seen
+        copied = SinkCache.from_state(cache.state)
+        check(copied, whole, [1, 5, 1], window, sinks, start=seen)
+    assert cache._storage == cache.window
+    check(cache, whole, [1, 1, 5, 1], window, sinks, start=seen)
+
+
+def test_a_trim_beyond_the_reserve_is_refused():
+    cache, whole = SinkCache(8, 2), stream(1, 40)
+    with speculating([cache], 3):
+        check(cache, whole, [20], 8, 2)
+        assert cache.trim(3) == 3
+        with pytest.raises(ValueError, match="can't trim 1 tokens"):
+            cache.trim(1)
+        check(cache, whole, [1], 8, 2, start=17)
+
+
+def test_without_the_target_a_trim_is_refused_and_not_passed_over():
+    case = CASE
+    with pytest.raises(ValueError, match="tokens: .* were evicted, and the window"):
+        case.with_drafts()
+
+
+def test_a_cache_that_had_evicted_before_it_was_asked_says_so():
+    cache = SinkCache(8, 2)
+    feed(cache, stream(1, 40)[:, :, :9], 0, 9)
+    assert not cache.is_trimmable()
+    assert trim_prompt_cache([cache], 1) == 0
+
+
+def test_local_positions_are_refused_before_anything_is_changed(rotating):
+    local = mlx_sinks.make_sink_cache(model(0), 16, position_mode="local")
+    own = [RotatingKVCache(max_size=16, keep=2), local[0]]
+    before = [*own]
+    steps = generate.speculative_generate_step(
+        mx.array([1, 2, 3]), model(0), model(0), prompt_cache=own
+    )
+    with pytest.raises(ValueError, match="position_mode='local' can't be used with a"):
+        next(steps)
+    assert own == before
+
+
+def test_a_cache_with_a_reserve_joins_no_batch():
+    cache, other = SinkCache(8), SinkCache(8)
+    with speculating([cache], 2), pytest.raises(ValueError, match="can't be part of a"):
+        SinkCache.merge([other, cache])
+
+
+def test_an_interrupted_generation_leaves_windows_alone(rotating):
+    caches = CASE.caches(model(0)) + CASE.caches(model(1))
+    steps = generate.speculative_generate_step(
+        mx.array(CASE.tokens()), model(0), model(1), prompt_cache=caches
+    )
+    for _ in range(7):
+        next(steps)
+    steps.close()
+    assert all(cache._storage == cache.window for cache in caches)
