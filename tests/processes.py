@@ -233,6 +233,7 @@ def serving(folder: Path, *argv: str | Path, **variables: str) -> Iterator[Serve
             process.wait()
 
 
-def serving_model(folder: Path, model: Path | str, **variables: str):
-    """``serving`` of plain ``mlx_lm.server``."""
-    return serving(folder, command("mlx_lm.server"), "--model", model, **variables)
+def serving_model(folder: Path, model: Path | str, *more: str, **variables: str):
+    """``serving`` of plain ``mlx_lm.server``, with more options."""
+    words = command("mlx_lm.server"), "--model", model, *more
+    return serving(folder, *words, **variables)

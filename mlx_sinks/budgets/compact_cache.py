@@ -207,8 +207,6 @@ class CompactCache(_Compact):
     def __init__(self, rows: upstream.KVCache | None = None):
         rows = upstream.KVCache() if rows is None else rows
         super().__init__(rows, [_Sequence(rows.offset)])
-        # True in a server's store of prompts, where a request may trim any number.
-        self.stored = False
 
     @property
     def _sequence(self) -> _Sequence:
@@ -222,6 +220,12 @@ class CompactCache(_Compact):
     def dropped(self) -> int:
         """Number of tokens whose rows are gone."""
         return self._sequence.dropped
+
+    @property
+    def observed_queries(self) -> int:
+        """How many of the newest tokens have their queries in the window."""
+        sequence = self._sequence
+        return sequence.window.queries.shape[2] if sequence.observed else 0
 
     def rows(self) -> tuple[mx.array, mx.array]:
         """The keys and values held, (1, H, size(), D) each."""
@@ -263,10 +267,6 @@ class CompactCache(_Compact):
                 fixed=kept.offset - recent,
             )
         ]
-
-    def is_trimmable(self) -> bool:
-        """Whether tokens may be trimmed: not from a stored cache that was compacted."""
-        return not (self.stored and self.dropped)
 
     @property
     def state(self):

@@ -125,12 +125,14 @@ def compacting(
     model: nn.Module,
     method: SnapKV,
     tokens: int,
-    done: Callable[[list[Any], SnapKV], None] | None = None,
+    read: Callable[[list[Any]], object] | None = None,
+    done: Callable[[list[Any]], object] | None = None,
 ) -> nn.Module:
     """A model that compacts its caches once it has read that many tokens.
 
     For code that calls a model with a prompt in steps. Until then the queries of its
-    layers are observed. Later calls go to the model itself.
+    layers are observed. Later calls go to the model itself. ``read`` is given the
+    caches while they are whole, ``done`` once they are compacted.
     """
 
     @functools.wraps(type(model).__call__)
@@ -138,19 +140,19 @@ def compacting(
         return vars(facade)["reading"](*arguments, **named)
 
     facade = copied_as(model, subclass(type(model), __call__=call))
-    vars(facade)["reading"] = _Reading(model, method, tokens, done)
+    vars(facade)["reading"] = _Reading(model, method, tokens, read, done)
     return facade
 
 
 class _Reading:
     """Observes the steps of a prompt, then compacts, then only calls the model."""
 
-    def __init__(self, model, method, tokens, done):
+    def __init__(self, model, method, tokens, read, done):
         self._model = model
         self._view = observed(model) if tokens > 0 else model
         self._method = method
         self._left = tokens
-        self._done = done
+        self._read, self._done = read, done
         self._compacted = False
 
     def __call__(self, inputs, *arguments, cache=None, **named):
@@ -167,10 +169,34 @@ class _Reading:
         return self._model(inputs, *arguments, cache=cache, **named)
 
     def _compact(self, cache):
+        if self._read:
+            self._read(cache)
         compact(cache, self._method)
         self._compacted, self._view = True, None
         if self._done:
-            self._done(cache, self._method)
+            self._done(cache)
+
+
+def to_read_again(caches: list[Any], coming: int, window_size: int) -> int:
+    """How many tokens have to be read again for a full observation window.
+
+    Parameters
+    ----------
+    caches : list
+        Whole caches that a prompt goes on from.
+    coming : int
+        How many of its tokens are still to be read.
+    window_size : int
+        Number of queries in the window.
+    """
+    ours = [cache for cache in caches if isinstance(cache, CompactCache)]
+    if not ours:
+        return 0
+    tokens = ours[0].offset + coming
+    fewest = min(cache.observed_queries for cache in ours)
+    lacking = fewest + coming < min(window_size, tokens)
+    # A trimmed token takes its query along.
+    return (min(window_size, tokens) - coming) * lacking
 
 
 @contextmanager

@@ -7,9 +7,14 @@ the server each request is compacted on its own. All needs a policy's ``kv_budge
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,22 +28,37 @@ from ..budgets.compaction import (
     make_compactable,
     observing,
     out_of_budget,
+    to_read_again,
     warn_of_skipped,
 )
 from ..budgets.observation import observed
 from ..budgets.snapkv import SnapKV
 from ..policy import PolicyError, Settings, SinkPolicy, command_with
+from ..targets import Target
+from ..upstream.caches import prompt_caches
 from ..variable import VARIABLE
 from .patch import Patch, Reach, Site, Use, everywhere
 
+UNQUANTISED = "a compacted cache can't be quantised: leave out kv_bits or kv_budget"
+
 
 class SnapKVPatch(Patch):
-    """Compacts what mlx-lm has read of a prompt before it generates."""
+    """Compacts what mlx-lm has read of a prompt before it generates.
+
+    The keys of an answer were computed beside a compacted prompt. A server that went on
+    from them would answer otherwise than one that reads the whole prompt, and each of
+    its answers would depend on those before. So its store holds whole prompts alone.
+    """
+
+    def __init__(self, target: Target):
+        super().__init__(target)
+        # What a server's thread fetched last, until it generates.
+        self._fetched = threading.local()
 
     def sites(self, module: ModuleType) -> Iterator[Site]:
         """Functions that read prompts, alone and in batches, and that store them.
 
-        Upstream's store of prompts would trim a compacted one like any other.
+        Upstream's store would keep a compacted prompt like any other.
         """
         for name in ("generate_step", "speculative_generate_step"):
             yield from everywhere(module, name, getattr(self, f"_{name}"))
@@ -59,6 +79,9 @@ class SnapKVPatch(Patch):
         return f"{policy.sinks} sinks of prompts compacted to {policy.kv_budget:,} rows"
 
     def out_of_reach(self, module: ModuleType) -> str | None:
+        if _is_server_with_kv_bits(sys.orig_argv):
+            whole = command_with(Settings.from_env().without(["snapkv"]).value())
+            return f"{UNQUANTISED}, or keep prompts whole: {whole}"
         # Python has set sys.argv to ["-m"] while it looks for the module to run.
         name, words = module.__name__, sys.orig_argv
         found = [n for n, word in enumerate(words) if word in (name, f"-m{name}")]
@@ -116,32 +139,49 @@ class SnapKVPatch(Patch):
 
     def _generate_step(self, policy, upstream, prompt, model, *arguments, **named):
         _refuse_to_quantise(named)
-        caches = _caches(named, model)
-        model = self._compacting(policy, model, caches, prompt, named)
+        caches = prompt_caches(named, model)
+        store = self._store_of(prompt, caches)
+        model = self._compacting(policy, model, caches, prompt, named, store)
         return upstream(prompt, model, *arguments, **named)
 
     def _speculative_generate_step(
         self, policy, upstream, prompt, model, draft_model, *arguments, **named
     ):
         _refuse_to_quantise(named)
-        caches = _caches(named, model, draft_model)
-        # The model's own come first, the draft model's after them, as in upstream.
+        caches = prompt_caches(named, model, draft_model)
+        store = self._store_of(prompt, caches)
+        # The model's own come first, the draft model's after them, as in upstream. The
+        # draft model reads first.
         own, drafts = caches[: len(model.layers)], caches[len(model.layers) :]
-        model = self._compacting(policy, model, own, prompt, named)
-        draft_model = self._compacting(policy, draft_model, drafts, prompt, named)
+        model = self._compacting(policy, model, own, prompt, named, store)
+        draft_model = self._compacting(
+            policy, draft_model, drafts, prompt, named, store, ends=False
+        )
         caches[:] = own + drafts
         return upstream(prompt, model, draft_model, *arguments, **named)
 
-    def _compacting(self, policy, model, caches, prompt, named):
+    def _compacting(self, policy, model, caches, prompt, named, store=None, ends=True):
         """The model, made to compact its caches before it reads the last token."""
         make_compactable(model, caches)
+        method = _method(policy)
+
+        def done(compacted):
+            self._done(compacted, method)
+            if store and ends and _are_compacted(compacted):
+                store.put()
+
         embeddings = named.get("input_embeddings")
-        tokens = len(prompt if embeddings is None else embeddings)
-        return compacting(model, _method(policy), tokens - 1, self._done)
+        tokens = len(prompt if embeddings is None else embeddings) - 1
+        return compacting(model, method, tokens, store and store.take, done)
 
     def _done(self, caches: list[Any], method: SnapKV) -> None:
         self.say()
         warn_of_skipped(caches, method)
+
+    def _store_of(self, prompt: mx.array, caches: list[Any]) -> _WholePrompt | None:
+        """Where this prompt is stored, if it is the one that a server has fetched."""
+        fetched, self._fetched.prompt = getattr(self._fetched, "prompt", None), None
+        return fetched and fetched.if_of(prompt, caches)
 
     def _batch_init(
         self, policy, upstream, batch, model, uids, caches, *arguments, **named
@@ -181,17 +221,62 @@ class SnapKVPatch(Patch):
     def _insert_cache(
         self, policy, upstream, store, model, tokens, prompt_cache, **named
     ):
-        # It holds the prompt without its last token. A system prompt stays whole:
-        # other questions follow it too.
-        if named.get("cache_type") != "system":
-            compact(prompt_cache, _method(policy))
-        _mark(prompt_cache, True)
-        return upstream(store, model, tokens, prompt_cache, **named)
+        if not _are_compacted(prompt_cache):
+            upstream(store, model, tokens, prompt_cache, **named)
 
     def _fetch_nearest_cache(self, policy, upstream, store, model, tokens):
+        """What is stored of a prompt, and its rest, which fills observation windows."""
         caches, rest = upstream(store, model, tokens)
-        _mark(caches or [], False)
+        window_size = _method(policy).window_size
+        if again := to_read_again(caches or [], len(rest) - 1, window_size):
+            sys.modules["mlx_lm.models.cache"].trim_prompt_cache(caches, again)
+            rest = tokens[len(tokens) - len(rest) - again :]
+        first = weakref.ref(caches[0]) if caches else None
+        self._fetched.prompt = _WholePrompt(store, model, list(tokens), first)
         return caches, rest
+
+
+@dataclass
+class _WholePrompt:
+    """The caches of a prompt that a server will store, while they are whole.
+
+    Where requests are served alone, mlx-lm stores its caches after the answer only.
+
+    Parameters
+    ----------
+    store : LRUPromptCache
+        Upstream's store.
+    model : object
+        What it knows the model by.
+    tokens : list of int
+        The prompt.
+    fetched : weakref.ref, optional
+        The first of the caches that were fetched for its first tokens.
+    """
+
+    store: Any
+    model: Any
+    tokens: list[int]
+    fetched: weakref.ref | None
+    whole: tuple[Any, ...] = ()
+
+    def if_of(self, prompt: mx.array, caches: list[Any]) -> _WholePrompt | None:
+        """This, if a generation goes on from the caches with the prompt's rest."""
+        if self.fetched is None:
+            known = all(cache.empty() for cache in caches)
+        else:
+            known = self.fetched() is caches[0]
+        is_rest = self.tokens[-prompt.size :] == prompt.tolist()
+        return self if known and is_rest else None
+
+    def take(self, caches: list[Any]) -> None:
+        """Copy a model's caches; a draft model, whose caches come last, reads first."""
+        self.whole = (*copy.deepcopy(caches), *self.whole)
+
+    def put(self) -> None:
+        """Store all but the last token, as upstream does in a batch."""
+        tokens = self.tokens[:-1]
+        self.store.insert_cache(self.model, tokens, [*self.whole], cache_type="user")
 
 
 def _method(policy: SinkPolicy) -> SnapKV:
@@ -223,26 +308,27 @@ _ARGUMENTS = {
 }
 
 
-def _caches(named: dict[str, Any], *models: Any) -> list[Any]:
-    """The prompt cache given, or a new one, as a list to be updated in place."""
-    caches = named.get("prompt_cache")
-    if caches is None:
-        make = sys.modules["mlx_lm.models.cache"].make_prompt_cache
-        size = named.get("max_kv_size")
-        caches = [cache for model in models for cache in make(model, size)]
-    named["prompt_cache"] = caches if isinstance(caches, list) else list(caches)
-    return named["prompt_cache"]
-
-
 def _refuse_to_quantise(named: dict[str, Any]) -> None:
     if named.get("kv_bits") is not None:
         raise PolicyError(
-            "a compacted cache can't be quantised: leave out kv_bits or kv_budget "
-            f'({VARIABLE}="snapkv=0" goes back to whole caches)'
+            f'{UNQUANTISED} ({VARIABLE}="snapkv=0" goes back to whole caches)'
         )
 
 
-def _mark(caches: list[Any], stored: bool) -> None:
-    for cache in caches:
-        if isinstance(cache, CompactCache):
-            cache.stored = stored
+def _is_server_with_kv_bits(words: list[str]) -> bool:
+    """Whether a command starts mlx-lm's server with quantised caches.
+
+    Its requests would all fail, and the server would stay up.
+    """
+    names = [Path(word).name for word in words]
+    pairs = zip(names, [*names[1:], ""])
+    is_server = any(
+        "mlx_lm.server" in (one, one[2:]) or (one, other) == ("mlx_lm", "server")
+        for one, other in pairs
+    )
+    options = (word.partition("=")[0] for word in words)
+    return is_server and any("--kv-bits".startswith(o) and o > "--kv-" for o in options)
+
+
+def _are_compacted(caches: list[Any]) -> bool:
+    return any(isinstance(cache, CompactCache) and cache.dropped for cache in caches)

@@ -2,21 +2,24 @@
 
 import copy
 import gc
+import random
 import re
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 import mlx_sinks
 import small_models
 from batches import run_out
 from lines import heard
+from mlx_sinks import SnapKV
 from mlx_sinks.budgets.compact_cache import CompactCache
 from processes import command, generation, run, serving_model
 
@@ -48,6 +51,13 @@ class Model(small_models.Folder):
         tokens = self.tokenizer.encode(prompt)[:-1]
         caches = mlx_sinks.compact_prompt_cache(self.model, tokens, budget=BUDGET)
         return self.after(prompt, caches)
+
+    def is_a_tie(self, prompt, text):
+        """Whether a text parts from ours where two cuts of the prompt's reading do."""
+        by_cuts = {
+            self.written(prompt, prefill_step_size=step) for step in (1, 5, 2048)
+        }
+        return len(by_cuts) > 1 and text in by_cuts
 
     def whole(self, prompt):
         caches = make_prompt_cache(self.model)
@@ -244,7 +254,7 @@ def test_without_a_budget_generation_is_upstreams():
     names = {report.target for report in mlx_sinks.install()}
     assert "snapkv" not in names
     generate = sys.modules["mlx_lm.generate"]
-    assert not hasattr(generate.generate_step, "sinks_upstream")
+    assert not hasattr(generate._extend_cache, "sinks_mark")
 
 
 # ------------------------------------------------------------------ commands
@@ -324,11 +334,100 @@ def test_a_request_served_alone_is_compacted(server, llama):
     assert text == llama.compacted(prompt)
 
 
-def test_a_conversation_goes_on_from_what_was_kept(server, llama):
+def test_a_conversation_goes_on_from_the_whole_prompt(server, llama):
+    """The answer is read again: its keys were computed beside a compacted prompt."""
     prompt = JUGS + LONG
     text, _ = llama.complete(server, prompt)
     tokens = len(llama.tokenizer.encode(prompt))
     assert llama.complete(server, prompt) == (text, tokens - 1)
     longer = prompt + text + JUGS
-    _, cached = llama.complete(server, longer)
-    assert tokens < cached
+    assert llama.complete(server, longer) == (llama.compacted(longer), tokens - 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (command("mlx_lm.server"), "--kv-bits", "8"),
+        (sys.executable, "-m", "mlx_lm.server", "--kv-bits=8"),
+        (sys.executable, "-m", "mlx_lm", "server", "--kv-b", "4"),
+    ],
+    ids=lambda words: words[-1],
+)
+def test_a_server_with_quantised_caches_does_not_start(llama, words):
+    outcome = run(*words, "--model", llama.folder, MLX_SINKS=SETTING)
+    assert outcome.status != 0
+    (line,) = outcome.ours
+    assert "can't be quantised" in line and "Traceback" not in outcome.stderr
+    assert f": MLX_SINKS={SETTING},snapkv=0 " in line
+    assert line.endswith(f"--model {llama.folder}")
+
+
+def conversations(llama, count, turns):
+    """Prompts that extend one another by their answers, and each one's answer."""
+    asked = [f"{number}. {(FOX, JUGS)[number % 2]}" for number in range(count)]
+    answers = {}
+    for _ in range(turns):
+        for number, prompt in enumerate(asked):
+            answers[prompt] = llama.compacted(prompt)
+            asked[number] = f"{prompt}{answers[prompt]} And {number}? "
+    return answers
+
+
+@pytest.mark.parametrize("order", ["as asked", "longest first", "shuffled"])
+def test_answers_do_not_depend_on_what_was_asked_before(llama, tmp_path, order):
+    """A server whose store has whatever earlier requests left, eight at once."""
+    answers = conversations(llama, count=10, turns=7)
+    prompts = list(answers)
+    if order == "longest first":
+        prompts.reverse()
+    elif order == "shuffled":
+        random.Random(0).shuffle(prompts)
+    running = serving_model(tmp_path, llama.folder, MLX_SINKS=SETTING)
+    with running as server, ThreadPoolExecutor(8) as pool:
+        asked = pool.map(lambda prompt: llama.complete(server, prompt), prompts)
+        given = {prompt: text for prompt, (text, _) in zip(prompts, asked)}
+    wrong = {
+        prompt: text
+        for prompt, text in given.items()
+        if text != answers[prompt] and not llama.is_a_tie(prompt, text)
+    }
+    assert wrong == {}
+
+
+def test_the_store_keeps_whole_prompts_and_no_compacted_answer(llama, budget):
+    store = LRUPromptCache()
+    prompt = llama.tokenizer.encode(LONG)
+    caches, rest = store.fetch_nearest_cache("llama", prompt)
+    assert (caches, rest) == (None, prompt)
+    caches = make_prompt_cache(llama.model)
+    text = llama.written(prompt, prompt_cache=caches)
+    assert caches[0].dropped > 0
+    store.insert_cache("llama", prompt + llama.tokenizer.encode(text), caches)
+    assert len(store) == 1
+    whole, rest = store.fetch_nearest_cache("llama", prompt)
+    assert (whole[0].dropped, whole[0].size()) == (0, len(prompt) - 1)
+    assert rest == prompt[-1:]
+    # Of a prompt that parts sooner the newest queries are read again.
+    other = prompt[:-20] + llama.tokenizer.encode("Why?")
+    parted, rest = store.fetch_nearest_cache("llama", other)
+    assert len(rest) == 1 + SnapKV(BUDGET).window_size
+    assert parted[0].offset + len(rest) == len(other)
+    text = llama.written(rest, prompt_cache=parted)
+    assert text == llama.compacted(llama.tokenizer.decode(other))
+
+
+def test_what_another_prompt_fetched_is_not_stored_for_this_one(llama, budget):
+    store = LRUPromptCache()
+    store.fetch_nearest_cache("llama", llama.tokenizer.encode(LONGER))
+    llama.written(LONG)
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_beside_a_draft_model_the_system_prompt_is_reused(llama, tmp_path, drafts):
+    more = ("--draft-model", llama.folder, "--num-draft-tokens", str(drafts))
+    with serving_model(tmp_path, llama.folder, *more, MLX_SINKS=SETTING) as running:
+        shared = len(llama.tokenizer.encode(LONG))
+        first, second = (f"{LONG}{question}" for question in (JUGS, FOX[::-1]))
+        assert llama.complete(running, first) == (llama.compacted(first), 0)
+        assert llama.complete(running, second) == (llama.compacted(second), shared)

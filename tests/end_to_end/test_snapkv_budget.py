@@ -139,3 +139,15 @@ def test_an_interruption_leaves_nothing(options, tmp_path):
     assert done.status == 130
     assert "stopped" in done.stderr and "Traceback" not in done.stderr
     assert list(out.iterdir()) == []
+
+
+def test_what_a_server_stores_for_the_next_turn(folder, text):
+    options = ["--model", folder, "--text", text, "--budget", 32, "--prompts", 200]
+    sizes = ["--answer", 40, "--question", 20, "--rounds", 2]
+    done = bench("next_turn.py", *options, *sizes, "--json", LD_PRELOAD="")
+    assert done.status == 0, done.stderr
+    rows = {row["arm"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["nothing"]["bytes"] == 0 < rows["compacted"]["bytes"]
+    assert rows["nothing"]["ratio"] == 1
+    assert rows["compacted"]["bytes"] < rows["whole prompt"]["bytes"]
+    assert all(row["seconds"] > 0 for row in rows.values())
