@@ -1,8 +1,9 @@
 """What a window with sinks costs: decode speed and bytes beside stock's caches.
 
     python bench/cache_speed.py --model MODEL
+    python bench/cache_speed.py --model MODEL --draft-model SMALLER
 
-Two measurements, each with its arms in turn in one process:
+Two measurements or three, each with its arms in turn in one process:
 
   decode  the whole model, one token a step, after twice the window: medians over the
           rounds of tokens per second and of the ratio to stock's RotatingKVCache, and
@@ -10,14 +11,20 @@ Two measurements, each with its arms in turn in one process:
           shape: speed doesn't depend on them.
   stream  one layer's cache and attention alone, one token a step, up to --stream
           tokens: the time of a step and the bytes held, along the stream.
+  drafts  with a draft model: tokens per second after a prompt of twice the window, the
+          repository's story, without drafts and with them, and the share of new tokens
+          that were drafts.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -32,8 +39,14 @@ from tools.blas import restart_with_fast_blas
 from tools.output import bars, environment, new_bar, new_table
 from tools.rounds import in_turn, median, ratio, seconds, turns
 from tools.script import Script
+from tools.texts import token_ids
+
+# By its module: the package has a function of that name.
+generate = importlib.import_module("mlx_lm.generate")
 
 ARMS = ("rotating", "absolute", "local", "full")
+DRAFTED = ("rotating", "absolute", "full")  # local positions can't be given back
+STORY = Path(__file__).parent / "smollm2" / "text.txt"
 SEGMENTS = 10
 
 
@@ -48,13 +61,16 @@ def main() -> int:
     add("--rounds", type=count, default=15, help="of each arm")
     add("--steps", type=count, default=8, help="of each arm in a round")
     add("--stream", type=count, default=100_000, help="tokens of the stream")
+    add("--draft-model", help="a model's folder; its arms run with drafts too")
+    add("--drafts", type=count, default=3, help="tokens drafted at a time")
+    add("--new-tokens", type=count, default=64, help="written with drafts")
     options = script.parse_args()
     return script.report(lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict:
     """Run both measurements."""
-    model, _ = load_any(options.model)
+    model, tokenizer = load_any(options.model)
     for window in options.windows:  # what can't be is refused before any work
         mlx_sinks.make_sink_cache(model, window, sinks=options.sinks)
     with bars() as progress:
@@ -67,12 +83,21 @@ def measure(options: argparse.Namespace) -> dict:
         window = options.windows[0]
         step = new_bar(progress, "stream", SEGMENTS * (len(ARMS) - 1))
         stream = stream_speed(model, window, options.sinks, options.stream, step)
+        drafts = []
+        if options.draft_model:
+            models = model, load_any(options.draft_model)[0]
+            total = (1 + options.rounds) * 2 * len(DRAFTED)
+            for window in options.windows:
+                step = new_bar(progress, f"drafts, window {window}", total)
+                drafts += drafted(models, tokenizer, window, options, step)
     return {
         "model": options.model,
         "sinks": options.sinks,
         **environment(),
         "decode": decode,
-        "stream": {"window": window, "rows": stream},
+        "stream": {"window": options.windows[0], "rows": stream},
+        "draft_model": options.draft_model,
+        "drafts": drafts,
     }
 
 
@@ -134,6 +159,54 @@ def decode_speed(model, window, caches, options, step) -> list[dict]:
             "bytes": sum(layer.nbytes for layer in caches[arm]),
         }
         for arm in caches
+    ]
+
+
+def drafted(models, tokenizer, window, options, step) -> list[dict]:
+    """Tokens per second with drafts and without, and the share that were drafts."""
+    story, _ = token_ids(tokenizer, STORY)
+    prompt = mx.array((story * (1 + 2 * window // len(story)))[: 2 * window])
+    accepted = {}
+
+    def writing(arm, with_drafts):
+        make = [makers(model, window, options.sinks)[arm] for model in models]
+
+        def run():
+            more = {"max_tokens": options.new_tokens}
+            if with_drafts:
+                steps = generate.speculative_generate_step(
+                    prompt,
+                    *models,
+                    num_draft_tokens=options.drafts,
+                    prompt_cache=make[0]() + make[1](),
+                    **more,
+                )
+            else:
+                steps = generate.generate_step(
+                    prompt, models[0], prompt_cache=make[0](), **more
+                )
+            next(steps)  # the prompt is read
+            start = perf_counter()
+            rest = [len(each) == 3 and each[2] for each in steps]
+            if with_drafts:
+                accepted[arm] = sum(rest) / len(rest)
+            return len(rest) / (perf_counter() - start)
+
+        return run
+
+    arms = {(arm, way): writing(arm, way) for arm in DRAFTED for way in (False, True)}
+    with mlx_sinks.patched(targets=["rotating"]):
+        speeds = in_turn(arms, options.rounds, step)
+    return [
+        {
+            "window": window,
+            "arm": arm,
+            "tokens_per_second": median(speeds, (arm, False)),
+            "with_drafts": median(speeds, (arm, True)),
+            "ratio": ratio(speeds, (arm, True), (arm, False)),
+            "accepted": accepted[arm],
+        }
+        for arm in DRAFTED
     ]
 
 
@@ -203,6 +276,19 @@ def show(result: dict, console: Console) -> None:
         ]
         view.add_row(f"{tokens:,}", *cells)
     console.print(view)
+    if result["drafts"]:
+        headings = ("window", "arm", "tokens/s", "with drafts", "times", "accepted")
+        view = new_table(f"Drafts of {result['draft_model']}", *headings)
+        for row in result["drafts"]:
+            view.add_row(
+                f"{row['window']:,}" if row["arm"] == DRAFTED[0] else "",
+                row["arm"],
+                f"{row['tokens_per_second']:.2f}",
+                f"{row['with_drafts']:.2f}",
+                f"{row['ratio']:.2f}",
+                f"{row['accepted']:.0%}",
+            )
+        console.print(view)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,13 @@ def test_speed_is_measured_and_memory_constant(llama):
         rows = [row for row in result["stream"]["rows"] if row["arm"] == arm]
         assert [row["tokens"] for row in rows] == [*range(50, 501, 50)]
         assert len({row["bytes"] for row in rows}) == 1
-    shown = bench("cache_speed.py", "--model", llama, *options)
+    assert result["drafts"] == []
+    more = ["--draft-model", llama, "--new-tokens", 9, "--windows", 16]
+    shown = bench("cache_speed.py", "--model", llama, *options, *more)
     assert "ratio" in shown.stdout and "500" in shown.stdout
+    # The same model's drafts: each round of four accepts three.
+    (*_, table) = shown.stdout.partition("Drafts of")
+    assert table.count("75%") == 3
 
 
 @pytest.mark.newest
