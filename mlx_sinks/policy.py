@@ -62,9 +62,13 @@ class SinkPolicy:
         once, with upstream's own arithmetic: it alone selects what upstream selects
         near the threshold, bit for bit. See ``docs/performance.md``.
     score_memory : int, optional
-        Bytes that a block may take while it is scored and selected from. The default is
-        32 MiB on a CPU, and on a GPU 1/64 of its memory, from 32 MiB to 1 GiB. A block
-        has at least one query.
+        Bytes that a block of queries may take while it is scored and selected from, and
+        while it attends to the selected columns. The default is 32 MiB on a CPU, and on
+        a GPU 1/64 of its memory, from 32 MiB to 1 GiB. A block has at least one query.
+    sparse_from : int, optional
+        Keys from which on steps of several tokens attend to the selected columns alone,
+        and not before. By default that is chosen by what it costs, see
+        ``docs/performance.md``.
     kv_budget : int, optional
         Rows that each key-value head keeps of a prompt once it is read, ``sinks`` among
         them. By default no prompt is compacted. See ``SnapKV``.
@@ -80,6 +84,7 @@ class SinkPolicy:
     recency: int | None = None
     scoring: str = SCORINGS[0]
     score_memory: int | None = None
+    sparse_from: int | None = None
     kv_budget: int | None = None
 
     def __post_init__(self):
@@ -87,6 +92,7 @@ class SinkPolicy:
         for name, least, of in (
             ("recency", 0, "tokens"),
             ("score_memory", 1, "bytes"),
+            ("sparse_from", 1, "keys"),
             ("kv_budget", 1, "rows"),
         ):
             if (given := getattr(self, name)) is not None:
@@ -320,6 +326,7 @@ PARSERS = {
     "recency": parse_count,
     "scoring": lambda name, text: SinkPolicy(scoring=text).scoring,
     "score_memory": parse_size,
+    "sparse_from": lambda name, text: parse_count(name, text, 1, "keys"),
     "kv_budget": lambda name, text: parse_count(name, text, 1, "rows"),
 }
 

@@ -105,6 +105,11 @@ TARGETS = {
             patch="mlx_lm_fidelity:FidelityPatch",
         ),
         _mlx_lm(
+            "sparse_attention",
+            module="mlx_lm.models.deepseek_v32",
+            patch="mlx_lm_sparse_attention:SparseAttentionPatch",
+        ),
+        _mlx_lm(
             "snapkv",
             module="mlx_lm.generate",
             patch="mlx_lm_snapkv:SnapKVPatch",

@@ -37,6 +37,7 @@ REFUSED = {
     "recency": NO_COUNTS,
     "scoring": ["x", "", "Blocks", None, True, 1, ["blocks"]],
     "score_memory": [0, -1, 1.5, 1e9, True, False, "512MB", "1", [1]],
+    "sparse_from": [0, -1, 1.5, True, "4096", [1]],
 }
 
 
@@ -250,6 +251,7 @@ POLICIES = st.builds(
     recency=st.integers(0, 999_999_999),
     scoring=st.sampled_from(["blocks", "upstream"]),
     score_memory=st.none() | st.integers(1, 2**20) | st.integers(1, 2**42),
+    sparse_from=st.none() | st.integers(1, 999_999_999),
 )
 WITH_BUDGETS = st.builds(
     SinkPolicy,

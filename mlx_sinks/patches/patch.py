@@ -80,6 +80,12 @@ def _mark_of(code: Any) -> _Mark | None:
     return getattr(code, "sinks_mark", None)
 
 
+def upstream_of(code: Any) -> Any:
+    """The code that ours replaces, or ``code`` itself where it is none of ours."""
+    mark = _mark_of(code)
+    return code if mark is None else mark.upstream
+
+
 @dataclass(frozen=True)
 class Site:
     """One function or class of upstream's that a patch replaces.
@@ -458,8 +464,7 @@ def everywhere(module: ModuleType, name: str, ours: Callable) -> Iterator[Site]:
     home = Site(module, name, ours, module.__name__)
     yield home
     # Where somebody's wrapper of ours was left, it isn't the wrapper that others have.
-    mark = _mark_of(home.found)
-    upstream = home.found if mark is None else mark.upstream
+    upstream = upstream_of(home.found)
     for holder in list(sys.modules.values()):
         if holder is not module and name in getattr(holder, "__dict__", {}):
             site = Site(holder, name, ours, module.__name__)

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from ..patches.patch import upstream_of
 from ..patches.registry import check_policy, reached
 from ..policy import SinkPolicy
 from ..sparse.selection import watching
@@ -84,7 +85,8 @@ def probe(
             if hasattr(part, "indexer")
         }
         if not attentions or not all(
-            calls_kernel(type(part).__call__) for part in attentions.values()
+            calls_kernel(upstream_of(type(part).__call__))
+            for part in attentions.values()
         ):
             raise ProbeError(
                 f"{type(model).__name__} can't be probed: a layer with an indexer "
@@ -135,7 +137,8 @@ class _Recorder:
             with watching(self.take):
                 output = forward(layer, x, mask, cache)
             if self.choice is not None and self.choice[0].shape[2] == x.shape[1]:
-                dense = functools.partial(dense_attention, forward, layer)
+                replayed = upstream_of(forward)
+                dense = functools.partial(dense_attention, replayed, layer)
                 self.look(number, dense, layer.indexer.index_topk, x, cache[0])
             return output
 

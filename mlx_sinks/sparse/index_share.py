@@ -58,9 +58,11 @@ class SharedIndexer:
 
     def __init__(self, index_topk: int):
         self.index_topk = index_topk
+        # Whether its layer is in training.
+        self.folds = False
 
     def __call__(self, x, qr, mask, cache=None) -> mx.array | None:
-        return None if _is_folded(x, mask) else selected()
+        return None if self.folds and _is_folded(x, mask) else selected()
 
 
 class SharedLayer(DeepseekV32DecoderLayer):
@@ -68,7 +70,8 @@ class SharedLayer(DeepseekV32DecoderLayer):
 
     def __call__(self, x, mask=None, cache=None):
         columns = selected()
-        if columns is not None and _is_folded(x, mask):
+        self.self_attn.indexer.folds = self.training
+        if columns is not None and self.training and _is_folded(x, mask):
             # Before the forward: a gradient checkpoint repeats that out of turn.
             shown = mx.zeros((*columns.shape[:-1], mask.shape[-1]), mx.bool_)
             mask = mask & mx.put_along_axis(shown, columns, mx.array(True), axis=-1)
@@ -79,7 +82,7 @@ class SharedLayer(DeepseekV32DecoderLayer):
 
 
 def _is_folded(x: mx.array, mask: mx.array | None) -> bool:
-    """Whether the selection goes into a shared layer's mask: for several tokens."""
+    """Whether a layer in training has the selection in its mask: for several tokens."""
     return x.shape[1] > 1 and mask is not None
 
 

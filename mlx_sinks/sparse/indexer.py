@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..policy import SinkPolicy
-from .scoring import IndexScores, default_memory
+from .blocks import block_memory
+from .scoring import IndexScores
 from .selection import select_columns
 
 
@@ -88,9 +89,8 @@ def indexer_forward(
         products = mx.maximum(queries @ keys.swapaxes(-1, -2), 0)
         scores = dialect.sum_heads(products * weights)
     else:
-        memory = policy.score_memory or default_memory(mx.default_device().type)
         weights = weights.astype(mx.float32) * scale
-        scores = IndexScores(queries, keys, weights, memory)
+        scores = IndexScores(queries, keys, weights, block_memory(policy))
     return select_columns(
         scores,
         indexer.index_topk,

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-CPU_MEMORY = 32 * 2**20
-GPU_MEMORY = 2**30
-
 
 @dataclass(frozen=True)
 class IndexScores:
@@ -76,13 +73,3 @@ class IndexScores:
         # On a CPU MLX multiplies half precision slowly, and has a BLAS for float32.
         on_cpu = mx.default_device() == mx.cpu
         return mx.float32 if on_cpu else self.keys.dtype
-
-
-@functools.cache
-def default_memory(kind: mx.DeviceType) -> int:
-    """Default bytes of a block: a fast size on a CPU, a small share of a GPU's."""
-    if kind == mx.cpu:
-        return CPU_MEMORY
-    facts = mx.device_info(mx.Device(kind))
-    size = facts.get("memory_size") or facts.get("total_memory") or 0
-    return max(CPU_MEMORY, min(GPU_MEMORY, size // 64))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
 import mlx.core as mx
 
 from ..policy import SinkPolicy
+from .blocks import by_blocks
 from .columns import columns_to_force
 
 LARGEST = mx.finfo(mx.float32).max
@@ -119,17 +120,11 @@ def _shown(
 
 def _by_blocks(scores: Scores, act: Callable[[slice, mx.array], mx.array]) -> mx.array:
     """Call ``act`` with each block of queries; all results in one, (B, 1, L, any)."""
-    L, step = scores.shape[2], scores.rows
-    results = []
-    for start in range(0, L, step):
-        rows = slice(start, min(start + step, L))
-        results.append(act(rows, scores.block(rows)))
-        if step < L:
-            # MLX allocates long before it computes: blocks would pile up in memory.
-            # Inside a transformation such as mx.compile nothing can be evaluated.
-            with suppress(ValueError):
-                mx.eval(results[-1])
-    return results[0] if len(results) == 1 else mx.concatenate(results, axis=2)
+
+    def block(rows: slice) -> mx.array:
+        return act(rows, scores.block(rows))
+
+    return by_blocks(scores.shape[2], scores.rows, block, axis=2)
 
 
 def _select(

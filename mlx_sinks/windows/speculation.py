@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models import cache as upstream
 
 from .rotating import as_sink_cache, continue_from
 from .sink_cache import SinkCache
@@ -35,7 +35,7 @@ def speculating(caches: list[Any], tokens: int) -> Iterator[None]:
     windows = {
         place: cache
         for place, cache in enumerate(caches)
-        if type(cache) in (SinkCache, RotatingKVCache)
+        if type(cache) in (SinkCache, upstream.RotatingKVCache)
     }
     reserving = {
         place: cache if isinstance(cache, SinkCache) else as_sink_cache(cache)

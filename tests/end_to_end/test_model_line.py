@@ -300,9 +300,11 @@ def test_a_batch_with_caches_of_its_own():
     assert "keeping 4 sinks in a window of 32 tokens, in 1 of 1 layers" in lines[0]
 
 
-@pytest.mark.parametrize("beside", ["a draft model", "a prompt cache"])
-def test_a_window_that_upstream_drops(beside):
-    mlx_sinks.install()
+@pytest.mark.parametrize(
+    ("beside", "targets"), [("a draft model", ["dsa"]), ("a prompt cache", None)]
+)
+def test_a_window_that_upstream_drops(beside, targets):
+    mlx_sinks.install(targets=targets)
     model, tokenizer = small_models.make_llama(), small_models.tokenizer()
     more = {
         "a draft model": {"draft_model": small_models.make_llama(seed=1)},

@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx_lm.models.cache import (
@@ -83,6 +85,28 @@ def test_logits_are_the_llamas(folders, kind):
         assert row["difference"] < 1e-4
         assert row["same_token"] == 1
         assert row["perplexity"] == pytest.approx(row["reference"], rel=1e-4)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_sparse_attention_is_upstreams_over_thirty_layers(folders, kind):
+    """The policy forces all columns: no near tie decides which are selected."""
+    model, tokenizer = load_any(str(folders[kind]))
+    ids = mx.array(tokenizer.encode(TEXT.read_text())[:64])[None]
+    forced = mlx_sinks.SinkPolicy(sinks=4, recency=12, sparse_from=1)
+    found, perplexities = [], []
+    for names in (["dsa"], ["dsa", "sparse_attention"]):
+        with mlx_sinks.patched(forced, names):
+            cache = make_prompt_cache(model)
+            parts = [model(part, cache=cache) for part in mx.split(ids, [40], axis=1)]
+        logits = mx.concatenate(parts, axis=1)[:, 16:-1]
+        loss = nn.losses.cross_entropy(logits, ids[:, 17:]).mean()
+        found.append(logits)
+        perplexities.append(mx.exp(loss).item())
+    stock, ours = found
+    assert mx.abs(ours - stock).max() < 1e-4 * mx.abs(stock).max()
+    assert not mx.array_equal(ours, stock)
+    assert perplexities[1] == pytest.approx(perplexities[0], rel=1e-4)
 
 
 def test_a_model_that_differs_is_told_apart(folders):

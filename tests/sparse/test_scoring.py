@@ -17,7 +17,8 @@ from packaging.version import Version
 
 import oracle
 from mlx_sinks import PolicyError, SinkPolicy
-from mlx_sinks.sparse.scoring import IndexScores, default_memory
+from mlx_sinks.sparse.blocks import default_memory
+from mlx_sinks.sparse.scoring import IndexScores
 from mlx_sinks.sparse.selection import select_columns, watching
 from processes import run
 from strategies import (
