@@ -1,7 +1,7 @@
 # make demo            the same prompt through plain mlx_lm.generate: stock, MLX_SINKS=1, dense
 # make test            the whole suite on both ends of the supported mlx-lm range
 # make test-upstream   mlx-lm's own tests on both ends, without mlx-sinks and with it
-# make speed           the indexer's selection, upstream's and ours side by side
+# make speed           the indexer's selection and attention, upstream's and ours side by side
 # Each works as the only command after a clone; all they write is under build/.
 
 PYTHON ?= python3
@@ -27,6 +27,7 @@ demo: build/venv-demo/ready
 
 speed: build/venv-speed/ready
 	build/venv-speed/bin/python bench/indexer_speed.py $(SPEED) --out build/indexer_speed
+	build/venv-speed/bin/python bench/attention_speed.py $(ATTENTION) --out build/attention_speed
 
 test: lint test-newest test-oldest
 
@@ -50,6 +51,8 @@ test-upstream-oldest: build/venv-oldest/ready
 
 # More options of bench/indexer_speed.py. A GPU multiplies half precision.
 SPEED ?= --dtype $(if $(filter cpu,$(BACKEND)),float32,bfloat16)
+# The same of bench/attention_speed.py: steps of a next turn, and mlx-lm's own.
+ATTENTION ?= $(SPEED) --heads 16 --queries 64 2048 --arms upstream gathered --rounds 2
 
 lint: build/venv-newest/ready
 	build/venv-newest/bin/ruff check .

@@ -1,4 +1,4 @@
-"""Bytes and operations of learned indexers, a token at a time, by length of context.
+"""Bytes and operations of learned indexers and of what they select, by context.
 
     python bench/arithmetic.py
 
@@ -10,6 +10,13 @@ From the models' published configurations, all layers that have an indexer toget
   prefill       scores of one layer that stock mlx-lm holds at once, of a step of
                 --chunk queries, in bfloat16, before they are summed over heads
   blocks        the same of ours in its default memory on a CPU, or in --score-memory
+
+And of the attention to what is selected, a query of a step of --chunk, all layers:
+
+  stock, sparse  operations where all keys are expanded and hidden, as stock mlx-lm does
+                 in steps of several tokens, and where index_topk latents are gathered
+  expanded       one layer's keys and values of all heads, which stock makes in a step
+  hidden         one layer's rotary scores of a step, which hold its mask
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
+from mlx_sinks.sparse.attention import GATHERED, UPSTREAM, Shape
 from tools.arguments import count
 from tools.output import new_table
 from tools.script import Script
@@ -30,19 +38,22 @@ BFLOAT16 = 2
 
 @dataclass(frozen=True)
 class Indexers:
-    """A model's: layers that have one, heads and width of each."""
+    """A model's: layers that have one, heads and width of each; and its attention."""
 
     model: str
     layers: int
     heads: int
+    attending: int
+    attention: Shape
+    index_topk: int = 2048
     width: int = 128
 
 
 # index_n_heads and index_head_dim of config.json; GLM-5.2's other layers share.
 MODELS = (
-    Indexers("DeepSeek-V3.2", 61, 64),
-    Indexers("GLM-5", 78, 32),
-    Indexers("GLM-5.2", 21, 32),
+    Indexers("DeepSeek-V3.2", 61, 64, 61, Shape(128, 512, 64, 128, 128)),
+    Indexers("GLM-5", 78, 32, 78, Shape(64, 512, 64, 192, 256)),
+    Indexers("GLM-5.2", 21, 32, 78, Shape(64, 512, 64, 192, 256)),
 )
 
 
@@ -63,6 +74,14 @@ def reckon(options: argparse.Namespace) -> dict:
         for T in options.keys:
             keys = indexers.layers * T * indexers.width * BFLOAT16
             products = indexers.heads * T
+            shape, heads = indexers.attention, indexers.attention.heads
+            by_way = {
+                way: 2
+                * indexers.attending
+                * heads
+                * shape.products(way, min(indexers.index_topk, T), options.chunk, T)
+                for way in (UPSTREAM, GATHERED)
+            }
             rows.append(
                 {
                     **asdict(indexers),
@@ -73,6 +92,12 @@ def reckon(options: argparse.Namespace) -> dict:
                     "prefill_bytes": options.chunk * products * BFLOAT16,
                     # A query is never cut: float32.
                     "block_bytes": max(options.score_memory, 4 * products),
+                    "attention_operations": by_way,
+                    "expanded_bytes": T
+                    * heads
+                    * (shape.nope + shape.values)
+                    * BFLOAT16,
+                    "hidden_bytes": options.chunk * heads * T * BFLOAT16,
                 }
             )
     return {"chunk": options.chunk, "score_memory": options.score_memory, "rows": rows}
@@ -91,6 +116,20 @@ def show(result: dict, console: Console) -> None:
             f"{row['operations'] / 1e9:,.1f}",
             f"{row['prefill_bytes'] / GIB:,.1f}",
             f"{row['block_bytes'] / MIB:,.0f}",
+        )
+    console.print(view)
+    columns = ("stock GFLOP", "sparse", "times", "expanded GiB", "hidden GiB")
+    view = new_table("Attention, a query of such a step", "model", "tokens", *columns)
+    for row in result["rows"]:
+        stock, sparse = row["attention_operations"].values()
+        view.add_row(
+            row["model"],
+            f"{row['tokens']:,}",
+            f"{stock / 1e9:,.0f}",
+            f"{sparse / 1e9:,.0f}",
+            f"{stock / sparse:,.1f}",
+            f"{row['expanded_bytes'] / GIB:,.1f}",
+            f"{row['hidden_bytes'] / GIB:,.1f}",
         )
     console.print(view)
 

@@ -10,7 +10,8 @@ in turn in one process, after a round to warm up, on the same weights and tokens
   sinks           patched, with the default policy
   nothing forced  patched, with an empty policy: what the guarantee alone costs
 
-Prefill lasts until the first token, decode from there on. Speeds and their ratios to
+Prefill lasts until the first token, decode from there on. The next turn has --turn
+tokens, and lasts until its first one. Speeds and their ratios to
 stock in the same round are medians over the rounds; the peak of memory is the highest.
 The engine evaluates of a prompt what its caches hold, which the last layer's selection
 isn't part of: prefill compares nothing in a model of one layer.
@@ -31,6 +32,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import glm_moe_dsa
+from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 
 import mlx_sinks
@@ -46,7 +48,8 @@ ARMS = {
     "sinks": mlx_sinks.patched,
     "nothing forced": lambda: mlx_sinks.patched(mlx_sinks.SinkPolicy(0, 0)),
 }
-PHASES = ("prefill", "decode")
+PHASES = ("prefill", "decode", "turn")
+SETTINGS = ("tokens", "turn", "rounds", "prefill_step", "seed")
 # GLM-5's configuration, but for its vocabulary, its experts and how many layers it has.
 GLM = dict(
     vocab_size=1024,
@@ -69,10 +72,11 @@ GLM = dict(
 
 
 class Run(NamedTuple):
-    """One generation: tokens per second, bytes, and what it wrote."""
+    """Two turns: tokens per second, bytes, and what was written."""
 
     prefill: float
     decode: float
+    turn: float
     peak_bytes: int
     written: list[int]
 
@@ -90,6 +94,7 @@ def main() -> int:
     lengths = "tokens (default: 1/2, 2 and 4 times index_topk)"
     add("--prompts", type=count, nargs="+", metavar="N", help=lengths)
     add("--tokens", type=count, default=16, help="decoded after the first one")
+    add("--turn", type=count, default=64, help="tokens of the next turn")
     add("--rounds", type=count, default=3, help="of each arm")
     add("--prefill-step", type=count, default=512, help="tokens of a prompt at once")
     add("--seed", type=seed, default=0, help="of prompts and random layers")
@@ -131,7 +136,10 @@ def measure(options: argparse.Namespace) -> dict:
         "model": name,
         "index_topk": index_topk,
         "weights_bytes": sum(w.nbytes for _, w in tree_flatten(model.parameters())),
-        **{k: vars(options)[k] for k in ("tokens", "rounds", "prefill_step", "seed")},
+        **{
+            k: vars(options)[k]
+            for k in ("tokens", "turn", "rounds", "prefill_step", "seed")
+        },
         **environment(),
         "rows": rows,
     }
@@ -151,7 +159,7 @@ def glm(layers: int, dtype: mx.Dtype, seed: int) -> nn.Module:
 def generated(
     model: nn.Module, prompt: mx.array, options: argparse.Namespace, arm: str
 ) -> Run:
-    """One generation, timed: the first token, which prefill makes, and the others."""
+    """Two turns, timed: the first token, which prefill makes, the others, the next."""
     mx.clear_cache()
     mx.reset_peak_memory()
     sizes = {
@@ -159,6 +167,7 @@ def generated(
         "prefill_step_size": options.prefill_step,
     }
     with ARMS[arm]():
+        sizes["prompt_cache"] = make_prompt_cache(model)
         steps = generate_step(prompt, model, **sizes)
         start = perf_counter()
         written = [next(steps)[0]]
@@ -168,8 +177,16 @@ def generated(
         # The engine has begun a step more, which isn't to run into the next arm's time.
         with mx.stream(generation_stream):
             mx.synchronize()
+        resumed = perf_counter()
+        steps = generate_step(prompt[: options.turn], model, **sizes)
+        written.append(next(steps)[0])
+        answered = perf_counter()
+        steps.close()
+        with mx.stream(generation_stream):
+            mx.synchronize()
     speeds = prompt.size / (prefilled - start), options.tokens / (end - prefilled)
-    return Run(*speeds, mx.get_peak_memory(), written)
+    turn = min(options.turn, prompt.size) / (answered - resumed)
+    return Run(*speeds, turn, mx.get_peak_memory(), written)
 
 
 def compared(length: int, rounds: list[dict[str, Run]]) -> list[dict]:
@@ -188,7 +205,8 @@ def compared(length: int, rounds: list[dict[str, Run]]) -> list[dict]:
 
 
 def show(result: dict, console: Console) -> None:
-    headings = ("prefill", "ratio", "decode", "ratio", "peak MiB", "same tokens")
+    headings = ("prefill", "ratio", "decode", "ratio", "next turn", "ratio")
+    headings += ("peak MiB", "same tokens")
     view = new_table(
         f"Tokens per second, index_topk {result['index_topk']:,}",
         *("prompt", "arm", *headings),

@@ -41,6 +41,7 @@ AFFORDABLE = {
     "bench/indexer_speed.py": ("--keys 9", "no --keys go past"),
     "bench/topk_speed.py": ("--columns 9", "--columns have to go past"),
     "bench/snapkv_budget.py": ("--skip 0 --prompts 9", "of 9 tokens isn't compacted"),
+    "bench/attention_speed.py": ("--keys 9", "no step goes past"),
     "bench/next_turn.py": ("--skip 9999999", "tokens after 9999999"),
     "bench/end_to_end.py --model": ("--dtype float32", "--dtype is for --glm-layers"),
     "bench/end_to_end.py --glm": ("--model x", "not allowed with argument"),
@@ -159,7 +160,12 @@ def test_the_extras_of_the_installation_exist():
 
 
 @pytest.mark.parametrize(
-    ("target", "script"), [("demo", "demo.py"), ("speed", "indexer_speed.py")]
+    ("target", "script"),
+    [
+        ("demo", "demo.py"),
+        ("speed", "indexer_speed.py"),
+        ("speed", "attention_speed.py"),
+    ],
 )
 def test_make(target, script):
     assert commands(f"make {target}")

@@ -88,7 +88,7 @@ def test_random_layers_too_at_the_default_lengths(monkeypatch):
     monkeypatch.setattr(end_to_end, "GLM", {**end_to_end.GLM, **sizes})
     mlx_sinks.install()
     options = dict(glm_layers=2, dtype=None, prompts=None, tokens=TOKENS)
-    options.update(rounds=1, prefill_step=16, seed=0)
+    options.update(rounds=1, prefill_step=16, seed=0, turn=5)
     result = end_to_end.measure(argparse.Namespace(**options))
     check_tokens(same_tokens(result))
     assert {row["prompt"] for row in result["rows"]} == {DENSE, SPARSE, 2 * SPARSE}

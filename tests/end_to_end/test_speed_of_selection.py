@@ -106,3 +106,21 @@ def test_arithmetic():
     assert deepseek["prefill_bytes"] == 64 * 2048 * 2**17 * 2  # 32 GiB, bfloat16
     assert deepseek["key_bytes"] == 61 * 2**17 * 128 * 2
     assert deepseek["operations"] == 2 * 61 * 64 * 2**17 * 128
+
+
+def test_attention_speed(tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ["--heads", 2, "--queries", 4, 30, "--keys", 60, 200, "--index-topk", 16]
+    few = ["--rounds", 1, "--out", tmp_path]
+    for more in ([], ["--whole"], ["--dtype", "bfloat16"]):
+        done = bench("attention_speed.py", *sizes, *few, *more)
+        assert done.status == 0, done.stderr
+        result = json.loads((tmp_path / "attention_speed.json").read_text())
+        assert (tmp_path / "attention_speed.png").stat().st_size > 0
+        rows = result["rows"]
+        arms = ["upstream", "absorbed", "gathered", "chosen"]
+        assert [row["arm"] for row in rows] == 4 * arms
+        assert all(row["times"] == 1 for row in rows if row["arm"] == "upstream")
+        assert all(row["ms"] > 0 and row["mib"] >= 0 for row in rows)
+    said = f'MLX_SINKS="sparse_from={result["sparse_from"]}"'
+    assert (said in done.stdout) == (result["sparse_from"] is not None)
