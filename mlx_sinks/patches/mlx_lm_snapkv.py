@@ -37,6 +37,7 @@ from ..policy import PolicyError, Settings, SinkPolicy, command_with
 from ..targets import Target
 from ..upstream.caches import prompt_caches
 from ..variable import VARIABLE
+from ..windows.sink_cache import SinkCache
 from .patch import Patch, Reach, Site, Use, everywhere
 
 UNQUANTISED = "a compacted cache can't be quantised: leave out kv_bits or kv_budget"
@@ -228,8 +229,9 @@ class SnapKVPatch(Patch):
         """What is stored of a prompt, and its rest, which fills observation windows."""
         caches, rest = upstream(store, model, tokens)
         window_size = _method(policy).window_size
-        if again := to_read_again(caches or [], len(rest) - 1, window_size):
-            sys.modules["mlx_lm.models.cache"].trim_prompt_cache(caches, again)
+        again = to_read_again(caches or [], len(rest) - 1, window_size)
+        trim = sys.modules["mlx_lm.models.cache"].trim_prompt_cache
+        if again and trim(caches, again) == again:  # 0 where a layer can't be trimmed
             rest = tokens[len(tokens) - len(rest) - again :]
         first = weakref.ref(caches[0]) if caches else None
         self._fetched.prompt = _WholePrompt(store, model, list(tokens), first)
@@ -274,9 +276,15 @@ class _WholePrompt:
         self.whole = (*copy.deepcopy(caches), *self.whole)
 
     def put(self) -> None:
-        """Store all but the last token, as upstream does in a batch."""
-        tokens = self.tokens[:-1]
-        self.store.insert_cache(self.model, tokens, [*self.whole], cache_type="user")
+        """Store all but the last token, as upstream does in a batch.
+
+        Not beside a draft model where layers have windows: while drafts are verified
+        those hold more than they should keep.
+        """
+        if not any(isinstance(cache, SinkCache) for cache in self.whole):
+            self.store.insert_cache(
+                self.model, self.tokens[:-1], [*self.whole], cache_type="user"
+            )
 
 
 def _method(policy: SinkPolicy) -> SnapKV:

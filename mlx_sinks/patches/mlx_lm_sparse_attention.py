@@ -48,8 +48,10 @@ class SparseAttentionPatch(Patch):
 
     def policy_for(self, attention: nn.Module, *_: Any) -> SinkPolicy | None:
         """A model's own policy is that of its indexers."""
+        if self._policy is None:
+            return None
         indexer = getattr(attention, "indexer", None)
-        return self._policy and getattr(indexer, "sink_policy", None) or self._policy
+        return getattr(indexer, "sink_policy", None) or self._policy
 
     def keeps(self, policy: SinkPolicy) -> str:
         return "steps of several tokens to the keys that were selected"

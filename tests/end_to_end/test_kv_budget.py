@@ -13,7 +13,13 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    KVCache,
+    LRUPromptCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 import mlx_sinks
 import small_models
@@ -414,6 +420,37 @@ def test_the_store_keeps_whole_prompts_and_no_compacted_answer(llama, budget):
     assert parted[0].offset + len(rest) == len(other)
     text = llama.written(rest, prompt_cache=parted)
     assert text == llama.compacted(llama.tokenizer.decode(other))
+
+
+def test_a_prompt_that_cannot_be_trimmed_is_not_read_twice(llama, budget):
+    """Its layers have other caches too; the answer's queries weren't observed."""
+    prompt = llama.tokenizer.encode(SHORT)
+    rows = make_prompt_cache(llama.model)
+    llama.model(mx.array([prompt]), cache=rows)
+    for more in ([], [ArraysCache(1)]):
+        store = LRUPromptCache()
+        store.insert_cache("llama", prompt, [CompactCache(rows[0]), *more])
+        fetched, rest = store.fetch_nearest_cache("llama", [*prompt, 1, 2])
+        assert [*prompt, 1, 2][fetched[0].offset :] == rest
+        assert (len(rest) == 2) == bool(more)
+
+
+def test_windows_that_drafts_are_verified_with_are_not_stored(llama, budget):
+    store, tokens = LRUPromptCache(), llama.tokenizer.encode(LONG)
+    store.fetch_nearest_cache("llama", tokens)
+    model = small_models.make_llama(num_hidden_layers=2)
+    caches = [KVCache(), RotatingKVCache(64), KVCache(), RotatingKVCache(64)]
+    mlx_lm.generate(
+        model,
+        llama.tokenizer,
+        tokens,
+        max_tokens=3,
+        draft_model=model,
+        prompt_cache=caches,
+    )
+    assert caches[0].dropped > 0
+    assert [type(cache) for cache in caches[1::2]] == [RotatingKVCache] * 2
+    assert len(store) == 0
 
 
 def test_what_another_prompt_fetched_is_not_stored_for_this_one(llama, budget):
