@@ -88,7 +88,7 @@ def make(
         # mlx's CPU backend multiplies experts in float32 only.
         facts["first_k_dense_replace"] = facts["num_hidden_layers"]
     model = upstream.Model(upstream.ModelArgs.from_dict(facts))
-    _spread(model, dtype)
+    spread(model, dtype)
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
     mx.eval(model.parameters())
@@ -112,7 +112,7 @@ def logits(
     return np.array(mx.concatenate(rows, axis=1)[0].astype(mx.float32))
 
 
-def _spread(model: nn.Module, dtype: mx.Dtype = mx.float32) -> None:
+def spread(model: nn.Module, dtype: mx.Dtype = mx.float32) -> None:
     """Weights that set logits apart: with upstream's, noise would decide."""
     weights = [
         (name, (mx.random.normal(value.shape) / value.shape[-1] ** 0.5).astype(dtype))
@@ -186,7 +186,7 @@ def make_llama(seed: int = 0, **facts) -> llama.Model:
     """A model that selects nothing; ``facts`` go before ``LLAMA``'s."""
     mx.random.seed(seed)
     model = llama.Model(llama.ModelArgs.from_dict({**LLAMA, **facts}))
-    _spread(model)
+    spread(model)
     mx.eval(model.parameters())
     return model
 
