@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
 import mlx_sinks
 import small_models
 from mlx_sinks import SinkPolicy
+from mlx_sinks.policy import Settings
 from mlx_sinks.sparse import attention as sparse
 from mlx_sinks.sparse.attention import (
     ABSORBED,
@@ -260,6 +261,19 @@ def test_a_models_logits_are_upstreams(kind, cuts):
         with mlx_sinks.patched(policy, TARGETS):
             ours = small_models.logits(model, tokens, cuts)
         assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", small_models.KINDS)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_with_all_of_it_off_a_model_is_upstreams_to_the_bit(kind, dtype):
+    value = "sinks=0,recency=0,scoring=upstream,sparse_attention=0"
+    asked = Settings.from_env({"MLX_SINKS": value})
+    model, tokens = small_models.make(kind, dtype=dtype), small_models.tokens(1, 80)
+    model.eval()
+    expected = small_models.logits(model, tokens, [30, 1, 49])
+    with mlx_sinks.patched(asked.policy, asked.targets):
+        ours = small_models.logits(model, tokens, [30, 1, 49])
+    assert np.array_equal(ours, expected)
 
 
 def test_all_layers_of_a_model_that_shares_take_it(monkeypatch, tmp_path):
