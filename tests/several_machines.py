@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +30,12 @@ def main(parallelism: str, folder: str, count: str, out: str) -> None:
     with (out / f"{rank}.log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    # Each rank compiles kernels of its own shapes, into files of its own: see conftest.
+    compiled, own = Path(tempfile.gettempdir()) / "mlx", out / f"kernels{rank}"
+    if compiled.exists():
+        shutil.copytree(compiled, own / "mlx")
+    own.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(own)
     import mlx.core as mx
     from mlx_lm.utils import sharded_load
 
