@@ -33,7 +33,7 @@ def main(parallelism: str, folder: str, count: str, out: str) -> None:
     # Each rank compiles kernels of its own shapes, into files of its own: see conftest.
     compiled, own = Path(tempfile.gettempdir()) / "mlx", out / f"kernels{rank}"
     if compiled.exists():
-        shutil.copytree(compiled, own / "mlx")
+        shutil.copytree(compiled, own / "mlx", dirs_exist_ok=True)
     own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(own)
     import mlx.core as mx
