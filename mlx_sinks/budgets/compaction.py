@@ -177,7 +177,7 @@ class _Reading:
             self._done(cache)
 
 
-def to_read_again(caches: list[Any], coming: int, window_size: int) -> int:
+def to_read_again(caches: list[Any], coming: int, method: SnapKV) -> int:
     """How many tokens have to be read again for a full observation window.
 
     Parameters
@@ -186,17 +186,16 @@ def to_read_again(caches: list[Any], coming: int, window_size: int) -> int:
         Whole caches that a prompt goes on from.
     coming : int
         How many of its tokens are still to be read.
-    window_size : int
-        Number of queries in the window.
+    method : SnapKV
+        How they are compacted then.
     """
     ours = [cache for cache in caches if isinstance(cache, CompactCache)]
-    if not ours:
+    if not ours or method.covers(tokens := ours[0].offset + coming):
         return 0
-    tokens = ours[0].offset + coming
+    queries = min(method.window_size, tokens)
     fewest = min(cache.observed_queries for cache in ours)
-    lacking = fewest + coming < min(window_size, tokens)
     # A trimmed token takes its query along.
-    return (min(window_size, tokens) - coming) * lacking
+    return (queries - coming) * (fewest + coming < queries)
 
 
 @contextmanager

@@ -224,14 +224,21 @@ class RotatingPatch(Patch):
         drafts = by_name(upstream, (), named)["num_draft_tokens"]
         caches = prompt_caches(named, model, draft_model)
         # Upstream trims once more where it is interrupted just after a trim.
-        with speculating(caches, 2 * drafts):
-            yield from upstream(prompt, model, draft_model, *arguments, **named)
+        with speculating(caches, max(1, 2 * drafts)):
+            try:
+                yield from upstream(prompt, model, draft_model, *arguments, **named)
+            except ValueError as error:
+                # It trims as it ends, whatever ends it: that matters more.
+                raise (error.__context__ or error) from None
 
     def _refuse_to_quantise(self, named: dict[str, Any], *models: nn.Module) -> None:
         """Before the first token: upstream quantises after thousands of them."""
         if named.get("kv_bits") is None:
             return
-        if any(map(self._window, prompt_caches(named, *models))):
+        asked = named.get("max_kv_size") is not None
+        asked = asked and named.get("prompt_cache") is None
+        made = asked and any(plain_layers(each, fresh_caches(each)) for each in models)
+        if made or any(map(self._window, prompt_caches(named, *models))):
             raise PolicyError(UNQUANTISED)
 
     def _stream_generate(self, policy, upstream, *arguments, **named):

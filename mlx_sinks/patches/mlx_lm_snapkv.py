@@ -222,17 +222,26 @@ class SnapKVPatch(Patch):
     def _insert_cache(
         self, policy, upstream, store, model, tokens, prompt_cache, **named
     ):
-        if not _are_compacted(prompt_cache):
-            upstream(store, model, tokens, prompt_cache, **named)
+        if _are_compacted(prompt_cache):
+            return
+        ours = [cache for cache in prompt_cache if isinstance(cache, CompactCache)]
+        held = min((cache.offset for cache in ours), default=len(tokens))
+        if held < len(tokens):  # upstream counts a draft's last token, which isn't read
+            if len(ours) < len(prompt_cache):
+                return
+            for cache in ours:
+                cache.trim(cache.offset - held)
+        upstream(store, model, tokens[:held], prompt_cache, **named)
 
     def _fetch_nearest_cache(self, policy, upstream, store, model, tokens):
         """What is stored of a prompt, and its rest, which fills observation windows."""
         caches, rest = upstream(store, model, tokens)
-        window_size = _method(policy).window_size
-        again = to_read_again(caches or [], len(rest) - 1, window_size)
-        trim = sys.modules["mlx_lm.models.cache"].trim_prompt_cache
-        if again and trim(caches, again) == again:  # 0 where a layer can't be trimmed
-            rest = tokens[len(tokens) - len(rest) - again :]
+        if again := to_read_again(caches or [], len(rest) - 1, _method(policy)):
+            trim = sys.modules["mlx_lm.models.cache"].trim_prompt_cache
+            if trim(caches, again):
+                rest = tokens[len(tokens) - len(rest) - again :]
+            else:  # a layer can't be trimmed
+                caches, rest = None, tokens
         first = weakref.ref(caches[0]) if caches else None
         self._fetched.prompt = _WholePrompt(store, model, list(tokens), first)
         return caches, rest
@@ -328,14 +337,20 @@ def _is_server_with_kv_bits(words: list[str]) -> bool:
 
     Its requests would all fail, and the server would stay up.
     """
-    names = [Path(word).name for word in words]
-    pairs = zip(names, [*names[1:], ""])
-    is_server = any(
-        "mlx_lm.server" in (one, one[2:]) or (one, other) == ("mlx_lm", "server")
-        for one, other in pairs
+    _, *rest = words or [""]
+    while rest and rest[0].startswith("-") and rest[0][:2] not in ("-m", "-c"):
+        rest = rest[1 + (rest[0] in ("-W", "-X")) :]  # Python's own options
+    if rest[:1] == ["-m"]:
+        del rest[0]
+    elif rest and rest[0].startswith("-m"):
+        rest[0] = rest[0][2:]
+    program = [Path(word).name for word in rest[:1]]
+    if program == ["mlx_lm"] and rest[1:2] == ["server"]:
+        program, rest = ["mlx_lm.server"], rest[1:]
+    options = (word.partition("=")[0] for word in rest[1:])
+    return program == ["mlx_lm.server"] and any(
+        "--kv-bits".startswith(option) and option > "--kv-" for option in options
     )
-    options = (word.partition("=")[0] for word in words)
-    return is_server and any("--kv-bits".startswith(o) and o > "--kv-" for o in options)
 
 
 def _are_compacted(caches: list[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import mlx.core as mx
@@ -58,8 +59,6 @@ class SinkCache(OwnCache):
         self._storage = positions.window
         # With a reserve, the first position after the sinks from which on all are held.
         self._held_from = 0
-        # Whether a program was told that this cache can be trimmed.
-        self._said_trimmable = False
         self.keys = self.values = None
         # Tokens seen of each sequence; negative while its left padding is read.
         self._seen = seen
@@ -137,7 +136,6 @@ class SinkCache(OwnCache):
             Positions are local: what a trim brings back was moved since.
         """
         self.check_reserve(tokens)
-        self._said_trimmable &= tokens > 0
         storage = Window(self.window.size + tokens, self.window.sinks)
         seen, before = self._seen[0], self._storage
         if before == self.window:  # nothing evicted is held so far
@@ -312,11 +310,12 @@ class SinkCache(OwnCache):
     def is_trimmable(self) -> bool:
         """Whether tokens can be trimmed: while none is evicted, or with a reserve.
 
-        A program that was told so goes on to rely on it: then ``trim`` refuses what it
-        can't do, and upstream's ``trim_prompt_cache`` doesn't pass it over.
+        Not for upstream's speculative decoding without a reserve: it asks once, and
+        passes over each trim that can't be done later.
         """
-        self._said_trimmable |= self._storage != self.window or self._can_trim(1)
-        return self._said_trimmable
+        if self._storage != self.window:
+            return True
+        return self._can_trim(1) and not _speculation_asks()
 
     def _can_trim(self, n: int) -> bool:
         """Whether all is held that queries see after a trim of ``n`` tokens."""
@@ -530,6 +529,16 @@ class BatchSinkCache(SinkCache):
         seen = [n for cache in caches for n in cache._seen]
         self._start(positions, seen)
         self.keys, self.values = keys, values
+
+
+def _speculation_asks() -> bool:
+    """Whether upstream's speculative decoding is among the nearest callers."""
+    frame = sys._getframe(2)
+    for _ in range(3):  # from a generator in a function that it calls
+        if frame is None or frame.f_code.co_name == "speculative_generate_step":
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def _put(held: mx.array, columns: list[list[int]], new: mx.array) -> mx.array:

@@ -27,6 +27,7 @@ from batches import run_out
 from lines import heard
 from mlx_sinks import SnapKV
 from mlx_sinks.budgets.compact_cache import CompactCache
+from mlx_sinks.patches import mlx_lm_snapkv
 from processes import command, generation, run, serving_model
 
 BUDGET, MAX_TOKENS = 24, 24
@@ -424,15 +425,48 @@ def test_the_store_keeps_whole_prompts_and_no_compacted_answer(llama, budget):
 
 def test_a_prompt_that_cannot_be_trimmed_is_not_read_twice(llama, budget):
     """Its layers have other caches too; the answer's queries weren't observed."""
-    prompt = llama.tokenizer.encode(SHORT)
+    prompt = llama.tokenizer.encode(LONG)
     rows = make_prompt_cache(llama.model)
     llama.model(mx.array([prompt]), cache=rows)
     for more in ([], [ArraysCache(1)]):
         store = LRUPromptCache()
         store.insert_cache("llama", prompt, [CompactCache(rows[0]), *more])
-        fetched, rest = store.fetch_nearest_cache("llama", [*prompt, 1, 2])
-        assert [*prompt, 1, 2][fetched[0].offset :] == rest
-        assert (len(rest) == 2) == bool(more)
+        asked = [*prompt, 1, 2]
+        fetched, rest = store.fetch_nearest_cache("llama", asked)
+        if more:  # it is read anew
+            assert (fetched, rest) == (None, asked)
+        else:
+            assert len(rest) > 2 and asked[fetched[0].offset :] == rest
+        short = store.fetch_nearest_cache("llama", [*prompt[:40], 1])
+        assert not more or short == (None, [*prompt[:40], 1])
+
+
+def test_a_drafted_answer_is_stored_as_far_as_it_was_read(llama, budget):
+    """Upstream counts a token that it wrote and didn't read."""
+    store, prompt = LRUPromptCache(), llama.tokenizer.encode(SHORT)
+    caches = make_prompt_cache(llama.model) + make_prompt_cache(llama.model)
+    text = llama.written(prompt, draft_model=llama.model, prompt_cache=caches)
+    key = prompt + llama.tokenizer.encode(text)
+    store.insert_cache("llama", key, caches)
+    fetched, rest = store.fetch_nearest_cache("llama", [*key, 5, 6])
+    assert {cache.offset for cache in fetched} == {len(key) + 2 - len(rest)}
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("python -mmlx_lm server --kv-bits=4", True),
+        ("python -W ignore -m mlx_lm.server --model x --kv-bi 8", True),
+        ("python /bin/mlx_lm.server --kv-b=8", True),
+        ("python /bin/mlx_lm.server --kv-group-size 32", False),
+        ("python other.py --compare mlx_lm.server --kv-bits 8", False),
+        ("python other.py mlx_lm server --kv-bits 8", False),
+        ("python -c pass mlx_lm.server --kv-bits", False),
+        ("python", False),
+    ],
+)
+def test_which_commands_start_a_server_with_quantised_caches(words, refused):
+    assert mlx_lm_snapkv._is_server_with_kv_bits(words.split()) == refused
 
 
 def test_windows_that_drafts_are_verified_with_are_not_stored(llama, budget):

@@ -93,8 +93,11 @@ def test_run_keeps_what_is_switched_off(folder):
         (24, ("--kv-bits", "4"), "can't quantise a rotating window: leave out kv_bits"),
     ],
 )
-def test_what_cannot_be_ends_with_a_sentence(folder, window, more, sentence):
-    outcome = generate(folder, *more, window=window, MLX_SINKS="1")
+@pytest.mark.parametrize("value", ["1", "sinks=0"])
+def test_what_cannot_be_ends_with_a_sentence(folder, window, more, sentence, value):
+    if value == "sinks=0" and window == 4:
+        pytest.skip("it can be")
+    outcome = generate(folder, *more, window=window, MLX_SINKS=value)
     assert outcome.status != 0
     assert sentence in outcome.ours[-1]
     assert "Traceback" not in outcome.stderr

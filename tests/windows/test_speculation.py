@@ -125,10 +125,38 @@ def test_a_trim_beyond_the_reserve_is_refused():
         check(cache, whole, [1], 8, 2, start=17)
 
 
-def test_without_the_target_a_trim_is_refused_and_not_passed_over():
-    case = CASE
-    with pytest.raises(ValueError, match="tokens: .* were evicted, and the window"):
-        case.with_drafts()
+def test_without_the_target_it_is_refused_and_no_trim_is_passed_over():
+    with pytest.raises(ValueError, match="requires a trimmable .*SinkCache"):
+        CASE.with_drafts()
+
+
+def test_what_can_be_trimmed_is_told_truly():
+    cache, whole = SinkCache(8, 2), stream(1, 40)
+    feed(cache, whole, 0, 5)
+    assert cache.is_trimmable() and trim_prompt_cache([cache], 1) == 1
+    feed(cache, whole, 4, 12)
+    assert not cache.is_trimmable() and trim_prompt_cache([cache], 1) == 0
+
+
+@pytest.mark.parametrize("kept_by_upstream", [False, True])
+def test_ctrl_c_stays_ctrl_c(rotating, kept_by_upstream):
+    """Upstream trims as it ends, also before it has read what it trims."""
+    case = Case(12, 3, 30, 3, 20, 512, kept_by_upstream, 1)
+    caches = case.caches(model(0)) + case.caches(model(1))
+    for one, made in ((model(0), caches[:2]), (model(1), caches[2:])):
+        small_models.logits(one, case.tokens(), [30], made)
+
+    class Interrupted:
+        layers = model(0).layers
+
+        def __call__(self, *_, **__):
+            raise KeyboardInterrupt
+
+    steps = generate.speculative_generate_step(
+        mx.array([1]), Interrupted(), model(1), prompt_cache=caches
+    )
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
 
 
 def test_a_cache_that_had_evicted_before_it_was_asked_says_so():
