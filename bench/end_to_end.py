@@ -179,7 +179,7 @@ def generated(
             mx.synchronize()
         resumed = perf_counter()
         steps = generate_step(prompt[: options.turn], model, **sizes)
-        written.append(next(steps)[0])
+        next(steps)
         answered = perf_counter()
         steps.close()
         with mx.stream(generation_stream):
