@@ -136,10 +136,7 @@ def measure(options: argparse.Namespace) -> dict:
         "model": name,
         "index_topk": index_topk,
         "weights_bytes": sum(w.nbytes for _, w in tree_flatten(model.parameters())),
-        **{
-            k: vars(options)[k]
-            for k in ("tokens", "turn", "rounds", "prefill_step", "seed")
-        },
+        **{name: vars(options)[name] for name in SETTINGS},
         **environment(),
         "rows": rows,
     }

@@ -19,7 +19,15 @@ from ..policy import PolicyError, SinkPolicy
 from ..sparse.columns import forced_columns
 from ..sparse.indexer import Dialect, indexer_forward
 from ..sparse.selection import is_watched
-from .patch import Patch, Reach, Site, Use, present, random_state_kept
+from .patch import (
+    Patch,
+    Reach,
+    Site,
+    Use,
+    empty_cache,
+    present,
+    random_state_kept,
+)
 
 # Upstream's own selection: nothing is forced, and scores are computed as upstream does.
 UPSTREAM = SinkPolicy(0, 0, scoring="upstream")
@@ -173,10 +181,7 @@ def _small_indexer(module: ModuleType) -> nn.Module:
 
 def _selections(module: ModuleType, forward, left_padding, steps) -> list[mx.array]:
     """What each step selects of what it sees, and what the cache holds at the end."""
-    cache = module.KVCache()
-    if left_padding is not None:
-        cache = cache.merge([module.KVCache() for _ in left_padding])
-        cache.prepare(left_padding=list(left_padding))
+    cache = empty_cache(module, left_padding)
     B = len(left_padding or (0,))
     results = []
     for step, L in enumerate(steps):

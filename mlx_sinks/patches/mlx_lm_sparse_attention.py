@@ -24,7 +24,7 @@ from ..sparse.attention import (
     sparse_forward,
 )
 from ..sparse.blocks import block_memory
-from .patch import Patch, Site, random_state_kept, upstream_of
+from .patch import Patch, Site, empty_cache, random_state_kept, upstream_of
 
 
 class SparseAttentionPatch(Patch):
@@ -129,12 +129,7 @@ def _small_attention(module: ModuleType) -> nn.Module:
 def _outputs(module: ModuleType, forward, left_padding, steps) -> mx.array:
     """What each step returns of real queries, all in one row."""
     B = len(left_padding or (0,))
-    own, keys = ([module.KVCache() for _ in range(B)] for _ in range(2))
-    cache = [module.KVCache(), module.KVCache()]
-    if left_padding is not None:
-        cache = [module.KVCache.merge(each) for each in (own, keys)]
-        for each in cache:
-            each.prepare(left_padding=list(left_padding))
+    cache = [empty_cache(module, left_padding) for _ in range(2)]
     results, seen = [], 0
     for number, L in enumerate(steps):
         x = mx.random.normal((B, L, 32), key=mx.random.key(number))

@@ -481,6 +481,15 @@ def _trial() -> Iterator[None]:
         trying.reset(token)
 
 
+def empty_cache(module: ModuleType, left_padding: tuple[int, ...] | None) -> Any:
+    """Upstream's cache of one layer: of a sequence, or of a left-padded batch."""
+    cache = module.KVCache()
+    if left_padding is not None:
+        cache = cache.merge([module.KVCache() for _ in left_padding])
+        cache.prepare(left_padding=list(left_padding))
+    return cache
+
+
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Seed MLX for a ``with`` block, and restore the caller's random state after it."""
